@@ -1,0 +1,378 @@
+"""Every function under every transformation, traced once a shape, and never the whole storage."""
+
+import math
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from test_buffers import assert_trees_equal, encode, shift, shift_by
+
+import buffers
+
+# ---------------------------------------------------------------------------------- transformations
+
+BUFFERS = {
+    "circular": buffers.circular_buffer(5),
+    "items": buffers.uniform_replay(6),
+    "streams": buffers.uniform_replay(18, num_envs=3),
+    "sequences": buffers.uniform_replay(6, sequence_length=3, period=2),
+    "sequences of streams": buffers.uniform_replay(18, num_envs=3, sequence_length=3, period=2),
+}
+REPLICAS, STEPS = 2, 3
+
+
+def circular_step(buffer, state, x):
+    """Every function of a circular buffer, and all that it returns."""
+    out = {"init": buffer.init(jax.tree.map(lambda leaf: leaf[0], x["items"]))}
+    state = buffer.add(state, jax.tree.map(lambda leaf: leaf[0], x["items"]))
+    state = buffer.add_batch(state, x["items"])
+    state = buffer.add_batch(state, x["items"], x["mask"])
+    out["got"] = buffer.get(state, jnp.array([[0, 1], [2, 0]]))
+    state = buffer.update(state, shift)
+    state = buffer.update(state, shift, jnp.array([1, 1]))
+    state = buffer.update(state, shift_by, jnp.array([2, 0]), jnp.array([10, 20]))
+    out["updated"] = state
+    state, out["popped"] = buffer.pop(state, 2)
+    out["size"] = buffer.size(state)
+    out["can"] = [buffer.can_add(state, 2), buffer.can_add(state, 3), buffer.can_pop(state, 4)]
+    return state, out
+
+
+def replay_step(buffer, state, x):
+    """Every function of a replay buffer, and all that it returns."""
+    keys = jax.random.split(x["key"])
+    out = {"empty": buffer.init(encode(0))}
+    out["can_sample"] = [buffer.can_sample(out["empty"]), buffer.can_sample(state)]
+    state = buffer.add(state, jax.tree.map(lambda leaf: leaf[0], x["items"]))
+    state = buffer.add_batch(state, x["items"])
+    state = buffer.add_batch(state, x["items"], x["mask"])
+    out["sample"] = buffer.sample(state, keys[0], 5)
+    state = buffer.update(state, shift)
+    state = buffer.update(state, shift, out["sample"].indices)
+    state = buffer.update(state, shift_by, out["sample"].indices[:1], jnp.array([10]))
+    out["got"] = buffer.get(state, out["sample"].indices)
+    state, out["add_and_sample"] = buffer.add_and_sample(state, x["items"], keys[1], 4)
+    out["size"] = buffer.size(state)
+    return state, out
+
+
+def step_of(kind):
+    buffer = BUFFERS[kind]
+    function = circular_step if kind == "circular" else replay_step
+    return lambda state, x: function(buffer, state, x)
+
+
+def inputs(kind):
+    """Empty states [REPLICAS, ...] and what each step takes [REPLICAS, STEPS, ...], all different."""
+    lead = (REPLICAS, STEPS, 4, 3) if "streams" in kind else (REPLICAS, STEPS, 4)
+    rng = np.random.default_rng(0)
+    xs = {
+        "items": encode(np.arange(math.prod(lead)).reshape(lead)),
+        "mask": rng.random((REPLICAS, STEPS, 4)) < 0.5,
+        "key": jax.random.split(jax.random.key(0), (REPLICAS, STEPS)),
+    }
+    states = [BUFFERS[kind].init(encode(0)) for _ in range(REPLICAS)]
+    return stack(states), xs
+
+
+def stack(trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def at(tree, *index):
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def loop(step, states, xs):
+    """`step(states, x)` for x over axis 1: all replicas at once."""
+    outs = []
+    for t in range(STEPS):
+        states, out = step(states, jax.tree.map(lambda leaf, t=t: leaf[:, t], xs))
+        outs.append(out)
+    return states, jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *outs)
+
+
+def one_by_one(step, states, xs):
+    """`step(state, x)` for each replica and each x."""
+    ends = []
+    for r in range(REPLICAS):
+        state, outs = at(states, r), []
+        for t in range(STEPS):
+            state, out = step(state, at(xs, r, t))
+            outs.append(out)
+        ends.append((state, stack(outs)))
+    return stack(ends)
+
+
+def scan(step, states, xs):
+    return stack([jax.lax.scan(step, at(states, r), at(xs, r)) for r in range(REPLICAS)])
+
+
+def shard_map(step, states, xs):
+    mesh, spec = jax.make_mesh((REPLICAS,), ("replica",)), PartitionSpec("replica")
+
+    def local(states, xs):  # one replica on each device, with a leading axis of 1
+        assert jax.tree.leaves(states)[0].shape[0] == 1
+        return jax.tree.map(lambda x: x[None], step(at(states, 0), at(xs, 0)))
+
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    states, xs = jax.device_put((states, xs), jax.NamedSharding(mesh, spec))
+    ends = loop(step, states, xs)
+    assert len(jax.tree.leaves(ends)[0].sharding.device_set) == REPLICAS
+    return ends
+
+
+TRANSFORMATIONS = {
+    "jit": lambda step, states, xs: one_by_one(jax.jit(step), states, xs),
+    "scan": scan,
+    "vmap": lambda step, states, xs: loop(jax.vmap(step), states, xs),
+    "jit of vmap of scan": lambda step, states, xs: jax.jit(
+        jax.vmap(lambda state, x: jax.lax.scan(step, state, x))
+    )(states, xs),
+    "shard_map": shard_map,
+    "pmap": lambda step, states, xs: loop(jax.pmap(step), states, xs),
+}
+
+
+@cache
+def eager(kind):
+    return one_by_one(step_of(kind), *inputs(kind))
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_every_function_under_every_transformation(kind, transformation):
+    states, outs = eager(kind)
+    sizes = np.asarray(outs["size"])
+    assert sizes.min() > 0  # and steps differ, so that a mixed-up replica or step would show
+    assert (
+        len({np.asarray(at(outs, r, t)["got"]["id"]).tobytes() for r in range(2) for t in range(3)})
+        == 6
+    )
+    assert_trees_equal(
+        jax.device_get(TRANSFORMATIONS[transformation](step_of(kind), *inputs(kind))),
+        jax.device_get((states, outs)),
+    )
+
+
+# -------------------------------------------------------------------------------- traces, one a shape
+
+
+@pytest.fixture
+def compilations(caplog):
+    """A function that lists what JAX traced or compiled since it was called last."""
+
+    def since():
+        found = [m for m in caplog.messages if m.startswith(("Finished tracing", "Compiling"))]
+        caplog.clear()
+        return found
+
+    with jax.log_compiles():
+        yield since
+
+
+def calls(kind):
+    """(name, call(state, i) -> state) for each function of a buffer, all inputs made beforehand."""
+    buffer, sequences = BUFFERS[kind], "sequences" in kind
+    lead = (3,) if "streams" in kind else ()
+    one = [encode(np.full(lead, i)) for i in range(50)]
+    many = [encode(np.full((5, *lead), i)) for i in range(50)]
+    masks = [np.arange(5) % 3 != i % 3 for i in range(50)]
+    keys = list(jax.random.split(jax.random.key(0), 50))
+    held = [np.array([i % 3, 1]) for i in range(50)]
+
+    yield "add", lambda state, i: buffer.add(state, one[i])
+    yield "add_batch", lambda state, i: buffer.add_batch(state, many[i])
+    yield "add_batch with mask", lambda state, i: buffer.add_batch(state, many[i], masks[i])
+    yield "update", lambda state, i: buffer.update(state, shift)
+    yield "size", lambda state, i: (buffer.size(state), state)[1]
+    if kind == "circular":
+        yield "get", lambda state, i: (buffer.get(state, held[i]), state)[1]
+        yield "update at", lambda state, i: buffer.update(state, shift, held[i])
+        yield "can_add", lambda state, i: (buffer.can_add(state, i), state)[1]
+        yield "can_pop", lambda state, i: (buffer.can_pop(state, i), state)[1]
+        yield "add and pop", lambda state, i: buffer.pop(buffer.add(state, one[i]), 1)[0]
+    else:
+        window = 3 if sequences else 1
+
+        def sampled(state, i):
+            sample = buffer.sample(state, keys[i], 7)
+            assert sample.experience["id"].shape == ((7, window) if sequences else (7,))
+            state = buffer.update(state, shift, sample.indices)
+            buffer.get(state, sample.indices)
+            return state
+
+        yield "sample, update, get", sampled
+        yield (
+            "add_and_sample",
+            lambda state, i: buffer.add_and_sample(state, many[i], keys[i], 7)[0],
+        )
+        yield "can_sample", lambda state, i: (buffer.can_sample(state), state)[1]
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_one_trace_for_each_shape(kind, compilations):
+    jax.clear_caches()
+    state = BUFFERS[kind].init(encode(0))
+    for name, call in calls(kind):
+        state = call(state, 0)
+        assert compilations(), f"{name}: not even the first call was seen"
+        for i in range(1, 50):
+            state = call(state, i)
+        assert compilations() == [], name
+
+
+# --------------------------------------------------------------------------- the storage stays in place
+
+CAPACITY = 1_000_000
+ITEM = {"id": np.int32(0), "obs": np.zeros(3, np.float32), "img": np.zeros((2, 2), np.uint8)}
+STORAGE_BYTES = CAPACITY * (4 + 12 + 4)
+
+LARGE = {
+    "circular": buffers.circular_buffer,
+    "items": buffers.uniform_replay,
+    "streams": lambda size, **kwargs: buffers.uniform_replay(size, num_envs=4, **kwargs),
+    "sequences": lambda size, **kwargs: buffers.uniform_replay(size, sequence_length=5, **kwargs),
+}
+
+
+def shapes(tree, *lead):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), tree)
+
+
+def writes(kind, **kwargs):
+    """name: (function(state, *args) -> state, shapes of args) for all that writes a few rows."""
+    buffer = LARGE[kind](CAPACITY, **kwargs)
+    lead = (4,) if kind == "streams" else ()
+    one, many = shapes(ITEM, *lead), shapes(ITEM, 8, *lead)
+    mask, indices = jax.ShapeDtypeStruct((8,), bool), jax.ShapeDtypeStruct((8,), np.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    functions = {
+        "add": (buffer.add, [one]),
+        "add_batch": (buffer.add_batch, [many]),
+        "add_batch with mask": (buffer.add_batch, [many, mask]),
+        "update": (lambda state, i: buffer.update(state, shift, i), [indices]),
+    }
+    if kind == "circular":
+        functions["pop"] = (lambda state: buffer.pop(state, 8), [])
+    else:
+        functions["add_and_sample"] = (
+            lambda s, x, k: buffer.add_and_sample(s, x, k, 8),
+            [many, key],
+        )
+    return jax.eval_shape(buffer.init, ITEM), functions
+
+
+def storage_copies(compiled):
+    """The `copy` operations of as many elements as the storage has rows, in the compiled program."""
+    copies = re.findall(r"= \(?(\w+\[([\d,]*)\])[^=]*? copy(?:-start)?\(", compiled.as_text())
+    return [
+        s for s, dims in copies if math.prod(map(int, dims.split(",") if dims else [])) >= 250_000
+    ]
+
+
+def assert_in_place(compiled):
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= STORAGE_BYTES
+    assert memory.temp_size_in_bytes < STORAGE_BYTES / 100
+    assert storage_copies(compiled) == []
+
+
+WRITES = ["add", "add_batch", "add_batch with mask", "update", "pop", "add_and_sample"]
+
+
+@pytest.mark.parametrize("looped", [False, True], ids=["called", "in a scan"])
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("kind", LARGE)
+def test_writes_do_not_touch_the_whole_storage(kind, name, looped):
+    state, functions = writes(kind)
+    if name not in functions:
+        return
+    function, args = functions[name]
+    if not looped:
+        compiled = jax.jit(function, donate_argnums=0).lower(state, *args).compile()
+    else:
+
+        def body(state, xs):
+            out = function(state, *xs)
+            return out if name in ("pop", "add_and_sample") else (out, None)
+
+        run = jax.jit(lambda s, xs: jax.lax.scan(body, s, xs, length=100), donate_argnums=0)
+        compiled = run.lower(state, shapes(tuple(args), 100)).compile()
+    assert_in_place(compiled)
+
+
+@pytest.mark.parametrize("name", ["add", "add_batch", "add_batch with mask"])
+def test_the_functions_donate_by_themselves(name):
+    state, functions = writes("items")
+    function, args = functions[name]
+    assert_in_place(function.lower(state, *args).compile())
+
+
+def test_a_copy_would_be_seen():
+    state, functions = writes("items", donate=False)
+    function, args = functions["add"]
+    compiled = function.lower(state, *args).compile()
+    assert len(storage_copies(compiled)) == len(ITEM)
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+
+
+def pointers(state):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.storage)]
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_storage_stays_where_it_is(kind):
+    state = BUFFERS[kind].init(encode(0))
+    before = pointers(state)
+    for name, call in calls(kind):
+        if name != "update":  # of everything: it may use new memory
+            for i in range(3):
+                state = call(state, i)
+                assert pointers(state) == before, name
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_donated_state_is_gone(kind):
+    for name, call in calls(kind):
+        state = BUFFERS[kind].init(encode(0))
+        lead = (3,) if "streams" in kind else ()
+        state = BUFFERS[kind].add_batch(state, encode(np.zeros((5, *lead))))
+        new = call(state, 0)
+        if new is not state:
+            with pytest.raises(RuntimeError, match="deleted"):
+                BUFFERS[kind].size(state)
+        else:
+            assert name in ("size", "get", "can_add", "can_pop", "can_sample")
+
+
+def test_without_donation_the_old_state_stays():
+    queue = buffers.circular_buffer(4, donate=False)
+    replay = buffers.uniform_replay(4, donate=False)
+    key, batch = jax.random.key(0), encode([4, 5, 6])
+    for buffer, functions in [
+        (queue, [lambda s: queue.pop(s, 1)[0], lambda s: queue.update(s, shift, np.array([0]))]),
+        (
+            replay,
+            [
+                lambda s: replay.add_and_sample(s, batch, key, 2)[0],
+                lambda s: replay.update(s, shift, np.array([0])),
+            ],
+        ),
+    ]:
+        state = buffer.add_batch(buffer.init(encode(0)), encode([1, 2, 3]))
+        before = jax.tree.map(np.array, state)
+        for function in [
+            lambda s, b=buffer: b.add(s, encode(9)),
+            lambda s, b=buffer: b.add_batch(s, batch),
+            lambda s, b=buffer: b.add_batch(s, batch, np.array([True, False, True])),
+            lambda s, b=buffer: b.update(s, shift),
+            *functions,
+        ]:
+            new = jax.tree.map(np.array, function(state))
+            assert_trees_equal(jax.tree.map(np.array, state), before)
+            assert any(map(np.any, jax.tree.leaves(jax.tree.map(np.not_equal, new, before))))

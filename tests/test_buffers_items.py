@@ -1,0 +1,178 @@
+"""Items of any structure and dtype, batches of one and of none, indices of any shape and type."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_buffers import assert_trees_equal, decode, encode, shift
+
+import buffers
+
+
+class Transition(NamedTuple):
+    observation: jax.Array
+    info: tuple
+
+
+PROTOTYPES = {
+    "int": 3,
+    "key": jax.random.key(0),
+    "bare array": np.zeros((4, 4), np.uint8),
+    "scalars": {"int": 3, "float": 3.0, "bool": True},
+    "dtypes": {
+        "uint8": np.zeros((4, 4), np.uint8),
+        "int8": np.zeros(2, np.int8),
+        "bool": np.zeros(2, bool),
+        "bfloat16": jnp.zeros(2, jnp.bfloat16),
+        "complex64": jnp.zeros(2, jnp.complex64),
+        "keys": jax.random.split(jax.random.key(0), 2),
+    },
+    "zero-size": np.zeros((0, 2), np.float32),
+    "nested": {"a": (1, [2.0, {"b": np.zeros((2, 1), np.float32)}]), "c": None},
+    "NamedTuple": Transition(np.zeros((2, 1), np.int8), (True, jax.random.key(0))),
+}
+
+
+def random_items(prototype, length, seed):
+    """Items [length, ...] like `prototype`, full of random bits; all but bool are distinct."""
+
+    def leaf(x):
+        shape = (length, *jnp.shape(x))
+        dtype = jnp.result_type(x)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(seed), shape)
+        values = np.random.default_rng(seed).integers(0, 100, shape)
+        return jnp.asarray(values % 2 == 0 if dtype == bool else values, dtype)
+
+    return jax.tree.map(leaf, prototype)
+
+
+@pytest.mark.parametrize("name", PROTOTYPES)
+def test_any_pytree_and_dtype(name):
+    prototype, mask = PROTOTYPES[name], np.array([True, False, True, True])
+    rows = random_items(prototype, 4, seed=1)
+    one, first = (jax.tree.map(lambda x, i=i: x[i], rows) for i in (1, 0))
+    # Rows 0, 2, 3 by mask, then 1, then a batch that holds 0 alone.
+    expected = jax.tree.map(lambda x: x[np.array([0, 2, 3, 1, 0])], rows)
+
+    circular = buffers.circular_buffer(6)
+    state = circular.add(circular.add_batch(circular.init(prototype), rows, mask), one)
+    state = circular.add_batch(state, jax.tree.map(lambda x: x[None], first))
+    assert_trees_equal(circular.get(state, np.arange(5)), expected)
+    state = circular.update(circular.update(state, lambda x: x), lambda x: x, np.array([0, 0]))
+    assert_trees_equal(circular.get(state, np.arange(5)), expected)
+    assert isinstance(repr(state), str)
+    state, items = circular.pop(state, 5)
+    assert_trees_equal(items, expected)
+
+    replay = buffers.uniform_replay(6, sequence_length=2)
+    state = replay.add(replay.add_batch(replay.init(prototype), rows, mask), one)
+    state = replay.add_batch(state, jax.tree.map(lambda x: x[None], first))
+    sample = replay.sample(state, jax.random.key(0), 7)
+    at = sample.indices[:, None] + np.arange(2, dtype=np.int32)[None]
+    assert_trees_equal(sample.experience, jax.tree.map(lambda x: x[at], expected))
+
+    streams = buffers.uniform_replay(12, num_envs=3)
+    rows = random_items(jax.tree.map(lambda x: jnp.broadcast_arrays(x)[0], prototype), 12, seed=2)
+    steps = jax.tree.map(lambda x: x.reshape(4, 3, *x.shape[1:]), rows)
+    state = streams.add_batch(streams.init(prototype), steps)
+    assert_trees_equal(streams.get(state, np.arange(12)), rows)
+
+
+def test_python_scalars_and_numpy_float64_become_jax_default_dtypes():
+    prototype = {"i": 1, "f": 1.0, "b": True, "n": np.zeros(2), "s": np.float64(1)}
+    circular = buffers.circular_buffer(3)
+    state = circular.init(prototype)
+    dtypes = {name: leaf.dtype for name, leaf in state.storage.items()}
+    f32 = jnp.float32
+    assert dtypes == {"i": jnp.int32, "f": f32, "b": jnp.bool_, "n": f32, "s": f32}
+
+    state = circular.add(state, {"i": 4, "f": 5, "b": False, "n": np.full(2, 0.1), "s": 7})
+    state = circular.add(state, {"i": 5, "f": 0.5, "b": True, "n": np.ones(2), "s": 8.0})
+    items = circular.get(state, np.arange(2))
+    assert items["i"].tolist() == [4, 5]
+    assert items["f"].tolist() == [5.0, 0.5]
+    assert items["b"].tolist() == [False, True]
+    assert items["n"].tolist() == [[np.float32(0.1)] * 2, [1.0, 1.0]]
+    assert items["s"].tolist() == [7.0, 8.0]
+
+
+def test_literals_take_the_dtype_of_their_slot():
+    circular = buffers.circular_buffer(2)
+    state = circular.init({"u": np.uint8(0), "h": jnp.bfloat16(0)})
+    state = circular.add(state, {"u": 200, "h": 1.5})
+    items = circular.get(state, np.array([0]))
+    assert (items["u"].dtype, items["u"].tolist()) == (jnp.uint8, [200])
+    assert (items["h"].dtype, items["h"].tolist()) == (jnp.bfloat16, [1.5])
+
+
+def test_init_uses_shapes_only():
+    replay = buffers.uniform_replay(4)
+    state = replay.init(encode(77))
+    assert replay.size(state) == 0
+    assert not replay.can_sample(state)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(state.storage))
+    shapes = jax.eval_shape(replay.init, encode(0))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(lambda x: x.shape, shapes)
+
+
+@pytest.mark.parametrize("num_envs", [None, 1, 2])
+def test_a_batch_of_one_stays_a_batch(num_envs):
+    lead = () if num_envs is None else (num_envs,)
+    replay = buffers.uniform_replay(2, num_envs=num_envs, sequence_length=1)
+    state = replay.add_batch(replay.init(encode(0)), encode(np.full((1, *lead), 3)))
+    assert decode(replay.sample(state, jax.random.key(0), 1).experience).tolist() == [[3]]
+    assert decode(replay.get(state, np.array([0]))).tolist() == [[3]]
+    circular = buffers.circular_buffer(1)
+    state, items = circular.pop(circular.add(circular.init(encode(0)), encode(3)), 1)
+    assert decode(items).tolist() == [3]
+
+
+@pytest.mark.parametrize("mask", [None, np.zeros(0, bool)], ids=["no mask", "mask"])
+def test_a_batch_of_none_adds_nothing(mask):
+    circular = buffers.circular_buffer(3)
+    state = circular.add(circular.init(encode(0)), encode(3))
+    state = circular.add_batch(state, encode(np.zeros(0)), mask)
+    assert circular.size(state) == 1
+    assert decode(circular.get(state, np.array([0]))).tolist() == [3]
+
+
+# ------------------------------------------------------------------------------------ indices, masks
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3)])
+def test_indices_of_any_shape(shape):
+    replay = buffers.uniform_replay(8, sequence_length=2)
+    state = replay.add_batch(replay.init(encode(0)), encode(np.arange(8)))
+    at = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    windows = decode(replay.get(state, at))
+    np.testing.assert_array_equal(windows, at[..., None] + np.arange(2))
+
+    circular = buffers.circular_buffer(8)
+    state = circular.add_batch(circular.init(encode(0)), encode(np.arange(3, 11)))
+    np.testing.assert_array_equal(decode(circular.get(state, at)), at + 3)
+
+
+@pytest.mark.parametrize(
+    "indices", [2, [200, 1], np.uint8([200, 1]), np.int64([200, 1]), np.uint32([200, 1])], ids=repr
+)
+@pytest.mark.parametrize("factory", [buffers.circular_buffer, buffers.uniform_replay])
+def test_indices_of_any_integer_type(factory, indices):
+    buffer = factory(300)  # more than an index of 8 bits can count
+    state = buffer.add_batch(buffer.init(encode(0)), encode(np.arange(300)))
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(decode(buffer.get(state, indices)), indices)
+        state = buffer.update(state, shift, indices)
+    expected = np.arange(300) + np.isin(np.arange(300), indices)
+    np.testing.assert_array_equal(decode(buffer.get(state, np.arange(300))), expected)
+
+
+def test_update_function_may_return_literals():
+    circular = buffers.circular_buffer(3)
+    items = {"a": np.array([1, 2], np.int32), "b": np.array([1, 2], np.float32)}
+    state = circular.add_batch(circular.init({"a": 0, "b": 0.0}), items)
+    state = circular.update(state, lambda item: {"a": 7, "b": item["b"]}, np.array([1]))
+    assert circular.get(state, np.arange(2))["a"].tolist() == [1, 7]
+    assert circular.get(state, np.arange(2))["b"].tolist() == [1.0, 2.0]
