@@ -13,6 +13,7 @@ classic control. An episode that a time limit cuts off is bootstrapped; one that
 learns from that in one compiled call. Shape letters: S steps, N environments, B batch.
 """
 
+import importlib
 import math
 import os
 import sys
@@ -97,15 +98,18 @@ def require(ok: bool, message: str) -> None:
 def make_envs(env_id: str, num_envs: int, async_envs: bool) -> VectorEnv:
     """The environment's native vector version where that pays, else a sync or an async one."""
     try:
-        spec = gym.spec(env_id)
+        module, _, name = env_id.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        spec = gym.spec(name)
         if spec.vector_entry_point and not async_envs and (num_envs >= 4 or not spec.entry_point):
-            envs = gym.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point")
+            envs = gym.make_vec(spec, num_envs, "vector_entry_point")
             # Gymnasium 1.4 steps functional environments wrongly: those that did not reset in a
             # step are put back to where they were.
             if not hasattr(envs.unwrapped, "func_env"):
                 return envs
-        mode = "async" if async_envs else "sync"
-        return gym.make_vec(env_id, num_envs, mode, vector_kwargs={"copy": False})
+        mode, options = ("async", {"context": "spawn"}) if async_envs else ("sync", {})
+        return gym.make_vec(spec, num_envs, mode, vector_kwargs={"copy": False, **options})
     except (gym.error.Error, ImportError) as error:
         raise UsageError(f"env_id {env_id}: {error}") from error
 
@@ -434,6 +438,7 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         require(0 <= value <= 1, f"{name} must be from 0 to 1, got {value}")
     require(args.seed >= 0, f"seed must be at least 0, got {args.seed}")
+    require(args.learning_rate > 0, f"learning_rate must be positive, got {args.learning_rate}")
     require(
         args.batch_size <= args.buffer_size,
         f"batch_size {args.batch_size} is larger than buffer_size {args.buffer_size}",

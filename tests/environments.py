@@ -1,0 +1,98 @@
+"""Environments whose right answers are known, registered with Gymnasium when this is imported."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+
+class Counter(gym.Env):
+    """The observation tells the reset and the step: [episode, step, noise].
+
+    Episodes last 2 + (episode % 4) steps; every second one ends by truncation. Reward: step + 1.
+    """
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self) -> None:
+        self.episode = -1
+
+    def _observe(self) -> np.ndarray:
+        return np.array([self.episode, self.step_count, self.np_random.random()], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.episode, self.step_count = self.episode + 1, 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        assert self.action_space.contains(action)
+        self.step_count += 1
+        over = self.step_count == 2 + self.episode % 4
+        by_truncation = self.episode % 2 == 1
+        reward = float(self.step_count)
+        return self._observe(), reward, over and not by_truncation, over and by_truncation, {}
+
+
+class Probe(gym.Env):
+    """One thing to learn, with a known value.
+
+    constant: one observation, one step, reward 1.
+    observation: one step, reward = the observation, which is +1 or -1.
+    discount: two steps, the observations 0 and 1, reward 1 at the second.
+    action: one step, reward +1 for action 1 and -1 for action 0.
+    both: one step, reward +1 if the action matches the observation, else -1.
+    truncation: reward 1 a step, truncated after 3 steps, never terminated.
+    """
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, kind: str, image: bool = False) -> None:
+        self.kind, self.image = kind, image
+        self.observation_space = (
+            gym.spaces.Box(0, 255, (4, 36, 36), np.uint8)
+            if image
+            else gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+        )
+
+    def _observe(self) -> np.ndarray:
+        if self.image:
+            return np.full((4, 36, 36), 255 if self.value > 0 else 0, np.uint8)
+        return np.array([self.value], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.step_count = 0
+        random = self.kind in ("observation", "both")
+        self.value = float(self.np_random.choice([-1.0, 1.0])) if random else 0.0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.step_count += 1
+        if self.kind == "truncation":
+            return self._observe(), 1.0, False, self.step_count == 3, {}
+        if self.kind == "discount" and self.step_count == 1:
+            self.value = 1.0
+            return self._observe(), 0.0, False, False, {}
+        matches = action == (1 if self.kind == "action" else int(self.value > 0))
+        reward = {"constant": 1.0, "discount": 1.0, "observation": self.value}.get(
+            self.kind, 1.0 if matches else -1.0
+        )
+        return self._observe(), reward, True, False, {}
+
+
+def same_step(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
+    """A native vector version in the other autoreset mode."""
+    make = gym.spec("Counter-v0").entry_point
+    assert callable(make)
+    return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+gym.register("Counter-v0", Counter)
+gym.register("CounterSameStep-v0", vector_entry_point=same_step)
+gym.register("Probe-v0", Probe)
+for kind in ("constant", "observation", "discount", "action", "both", "truncation"):
+    gym.register(f"Probe-{kind}-v0", Probe, kwargs={"kind": kind})
+gym.register("ProbeImage-v0", Probe, kwargs={"kind": "both", "image": True})
