@@ -114,14 +114,9 @@ def make_envs(env_id: str, num_envs: int, async_envs: bool) -> VectorEnv:
         raise UsageError(f"env_id {env_id}: {error}") from error
 
 
-def single_spaces(envs: VectorEnv) -> tuple[Any, Any]:
-    """The spaces of one environment: of its observations, and of its actions."""
-    return envs.single_observation_space, envs.single_action_space
-
-
 def check_envs(env_id: str, envs: VectorEnv) -> None:
     """Raises UsageError unless `collect` and the networks can work with these environments."""
-    space, _ = single_spaces(envs)
+    space: Any = envs.single_observation_space
     require(
         isinstance(space, gym.spaces.Box),
         f"env_id {env_id}: observations must be a Box, got {space}: wrap it in FlattenObservation",
@@ -309,11 +304,15 @@ def reset_envs(envs: VectorEnv, seed: int) -> EnvState:
     return EnvState(envs.reset(seed=seed)[0], np.zeros(n, bool), np.zeros(n), np.zeros(n, int))
 
 
-def storage_dtype(space: Any) -> Any:
-    """uint8 is kept, other integers become int32 and all else float32."""
-    if space.dtype == np.uint8:
-        return np.uint8
-    return np.int32 if np.issubdtype(space.dtype, np.integer) else np.float32
+def example_transition(envs: VectorEnv) -> Transition:
+    """Zeros of the shapes and dtypes of one step: uint8 is kept, else int32 and float32."""
+
+    def zeros(space: Any) -> np.ndarray:
+        integer = np.int32 if np.issubdtype(space.dtype, np.integer) else np.float32
+        return np.zeros(space.shape, np.uint8 if space.dtype == np.uint8 else integer)
+
+    observation, action = zeros(envs.single_observation_space), zeros(envs.single_action_space)
+    return Transition(observation, action, np.float32(0), observation, np.False_, np.False_)
 
 
 def collect(
@@ -330,15 +329,8 @@ def collect(
       that ended.
     """
     same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    lead, space, action_space = (num_steps, envs.num_envs), *single_spaces(envs)
-    rollout = Transition(
-        observation=np.empty((*lead, *space.shape), storage_dtype(space)),
-        action=np.empty((*lead, *action_space.shape), storage_dtype(action_space)),
-        reward=np.empty(lead, np.float32),
-        next_observation=np.empty((*lead, *space.shape), storage_dtype(space)),
-        terminated=np.empty(lead, bool),
-        truncated=np.empty(lead, bool),
-    )
+    lead = (num_steps, envs.num_envs)
+    rollout = jax.tree.map(lambda x: np.empty(lead + x.shape, x.dtype), example_transition(envs))
     mask = np.empty(lead, bool)
     episodes: list[tuple[float, int]] = []
     observation, resetting, returns, lengths = (x.copy() for x in state)
@@ -431,14 +423,12 @@ def main(train: Callable[[Any], Any], args_type: type) -> None:
 
 def check_args(args: Args) -> None:
     """Raises UsageError for flags that are out of range or do not go together."""
-    counts = "total_timesteps num_envs log_interval buffer_size batch_size train_frequency"
-    for name in (*counts.split(), "target_network_frequency"):
-        require(getattr(args, name) >= 1, f"{name} must be at least 1, got {getattr(args, name)}")
-    for name in ("gamma", "tau", "start_e", "end_e", "exploration_fraction"):
-        value = getattr(args, name)
-        require(0 <= value <= 1, f"{name} must be from 0 to 1, got {value}")
-    require(args.seed >= 0, f"seed must be at least 0, got {args.seed}")
-    require(args.learning_rate > 0, f"learning_rate must be positive, got {args.learning_rate}")
+    for name, value in vars(args).items():
+        if isinstance(value, float):
+            require(0 <= value <= 1, f"{name} must be from 0 to 1, got {value}")
+        elif type(value) is int:
+            least = 0 if name == "seed" else 1
+            require(value >= least, f"{name} must be at least {least}, got {value}")
     require(
         args.batch_size <= args.buffer_size,
         f"batch_size {args.batch_size} is larger than buffer_size {args.buffer_size}",
@@ -462,7 +452,7 @@ def train(args: Args) -> Result:
     check_args(args)
     envs = make_envs(args.env_id, args.num_envs, args.async_envs)
     check_envs(args.env_id, envs)
-    space, action_space = single_spaces(envs)
+    action_space: Any = envs.single_action_space
     require(
         isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0,
         f"env_id {args.env_id}: DQN takes actions Discrete(n), got {action_space}",
@@ -474,13 +464,13 @@ def train(args: Args) -> Result:
     network = QNetwork(int(action_space.n))
     optimizer = optax.adam(args.learning_rate)
     key, network_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    observation = np.zeros(space.shape, storage_dtype(space))
-    params: Any = network.init(network_key, observation[None])
+    example = example_transition(envs)
+    params: Any = network.init(network_key, example.observation[None])
     agent = Agent(
         params=params,
         target_params=jax.tree.map(jnp.copy, params),
         opt_state=optimizer.init(params),
-        replay=replay.init(Transition(observation, 0, 0.0, observation, False, False)),
+        replay=replay.init(example),
         key=key,
         since_target=jnp.int32(0),
     )

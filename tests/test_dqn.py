@@ -444,8 +444,8 @@ def test_interrupt_keeps_what_was_logged(tmp_path):
             "num_envs 7 and train_frequency 4001 do not divide",
         ),
         (dict(gamma=1.5), "gamma must be from 0 to 1, got 1.5"),
-        (dict(seed=-1), "seed must be at least 0"),
-        (dict(learning_rate=0.0), "learning_rate must be positive"),
+        (dict(seed=-1), "seed must be at least 0, got -1"),
+        (dict(learning_rate=3.0), "learning_rate must be from 0 to 1"),
     ],
 )
 def test_mistakes_in_flags_are_found_before_training(changes, message, tmp_path):
