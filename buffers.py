@@ -164,6 +164,14 @@ def _host(x: Any) -> Any:
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
 
+def _indices(name: str, indices: Any) -> Any:
+    """Indices as an array: lists and Python ints are taken, floats are not."""
+    array = indices if isinstance(indices, jax.Array) else np.asarray(indices)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name}: indices must be integers, got {array.dtype}")
+    return array if array.dtype == jnp.int32 else array.astype(np.int32)
+
+
 def _positive(name: str, value: Any) -> int:
     try:
         number = operator.index(value)
@@ -212,12 +220,11 @@ def _check_items(
             )
 
 
-def _check_mask(mask: Array, rows: int) -> None:
-    if jnp.shape(mask) != (rows,) or jnp.result_type(mask) != jnp.bool_:
-        raise ValueError(
-            f"add_batch: mask has dtype {jnp.result_type(mask)} and shape {jnp.shape(mask)}, "
-            f"expected bool and ({rows},): one flag for each row"
-        )
+def _check_mask(mask: Any, rows: int) -> None:
+    """Raises unless `mask` is a bool array [rows]."""
+    given = f"{mask.dtype}{mask.shape}" if hasattr(mask, "dtype") else type(mask).__name__
+    if given != f"bool({rows},)":
+        raise ValueError(f"add_batch: mask is {given}, expected bool and ({rows},): a flag a row")
 
 
 # -------------------------------------------------------------------------------------------- ring
@@ -256,11 +263,12 @@ def _layout(
     envs = 1 if num_envs is None else _positive("num_envs", num_envs)
     window = 1 if sequence_length is None else _positive("sequence_length", sequence_length)
     unit = envs * _positive("period", period)
+    least = -(-window // period) * unit  # so that a window fits
     if max_size % unit:
-        below, above = max_size // unit * unit, -(-max_size // unit) * unit
+        sizes = {max(max_size // unit * unit, least), max(-(-max_size // unit) * unit, least)}
         raise ValueError(
-            f"max_size {max_size} is not a multiple of num_envs * period = {envs} * {period}: "
-            f"use {f'{below} or ' * (below > 0)}{above}"
+            f"max_size {max_size} is not a multiple of num_envs * period = {envs} * {period}: use "
+            + " or ".join(str(size) for size in sorted(sizes))
         )
     if max_size > 2**29:
         raise ValueError(
@@ -269,8 +277,7 @@ def _layout(
     if window > max_size // envs:
         raise ValueError(
             f"sequence_length {window} is longer than the {max_size // envs} steps that max_size "
-            f"{max_size} keeps of each of {envs} environments: max_size must be at least "
-            f"{-(-window // period) * unit}"
+            f"{max_size} keeps of each of {envs} environments: max_size must be at least {least}"
         )
     return Layout(
         rows=max_size // envs,
@@ -300,9 +307,14 @@ def _row(layout: Layout, ring: RingState, item: PyTree) -> PyTree:
     return jax.tree.map(lambda x, s: jnp.reshape(x, (1, *s.shape[1:])), item, ring.storage)
 
 
+def _length(items: PyTree) -> int:
+    """The length of the leading axis, as far as the first leaf tells."""
+    return next((next(iter(jnp.shape(leaf)), 1) for leaf in jax.tree.leaves(items)), 0)
+
+
 def _rows(layout: Layout, ring: RingState, items: PyTree) -> PyTree:
     """Rows for `_write`, as `add_batch` takes them: [L, ...], or [L, N, ...]."""
-    count = next(iter(jnp.shape(jax.tree.leaves(items)[0])), 1) if jax.tree.leaves(items) else 0
+    count = _length(items)
     lead, axes = ((layout.envs,), "num_envs, ") if layout.streams else ((), "")
     _check_items("add_batch", ring.storage, items, (count, *lead), "rows, " + axes)
     return jax.tree.map(lambda x, s: jnp.reshape(x, (count, *s.shape[1:])), items, ring.storage)
@@ -338,18 +350,20 @@ def _write(layout: Layout, ring: RingState, rows: PyTree, mask: Array | None = N
 def _is_held(layout: Layout, cursor: Any, size: Any, indices: Any, window: int = 1) -> Any:
     """Whether the `window` rows from each index are stored. Works on JAX and NumPy arrays."""
     age = (cursor - indices // layout.envs) % layout.modulus  # 1: the newest row
-    return (age >= window) & (age <= size)
+    exists = (indices >= 0) & (indices < layout.modulus * layout.envs)
+    return exists & (age >= window) & (age <= size)
 
 
 def _flat(leaf: Array) -> Array:
     """[T, N, ...] as [T * N, ...] (no copy): the item of index i stands at i % (T * N)."""
-    return leaf.reshape(-1, *leaf.shape[2:])
+    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
 def _gather(layout: Layout, ring: RingState, indices: Array) -> PyTree:
     """The item at each index; in a buffer of sequences the W items from it, on an axis after."""
     if layout.sequences:
-        indices = indices[..., None] + layout.envs * jnp.arange(layout.window)
+        steps = layout.envs * jnp.arange(layout.window)
+        indices = jnp.expand_dims(indices, -1) + jnp.expand_dims(steps, range(indices.ndim))
     position = indices % layout.capacity
     return jax.tree.map(lambda s: _flat(s).at[position].get(mode="promise_in_bounds"), ring.storage)
 
@@ -362,14 +376,16 @@ def _update(
     if indices is None:
         new = jax.vmap(fn)(items)
         _check_items("update: fn's result", state.storage, new, (layout.capacity,), "max_size, ")
+        new = jax.tree.map(lambda s, x: x.astype(s.dtype).reshape(s.shape), state.storage, new)
     else:
-        position = jnp.atleast_1d(indices) % layout.capacity
+        position = indices % layout.capacity
         new = jax.vmap(fn)(jax.tree.map(lambda x: x[position], items), *args)
         _check_items("update: fn's result", state.storage, new, position.shape, "indices, ")
-        held = _is_held(layout, state.cursor, state.size, jnp.atleast_1d(indices))
-        position = jnp.where(held, position, layout.capacity)
-        new = jax.tree.map(lambda x, y: x.at[position].set(y, mode="drop"), items, new)
-    new = jax.tree.map(lambda x, s: x.astype(s.dtype).reshape(s.shape), new, state.storage)
+        held = _is_held(layout, state.cursor, state.size, indices)
+        slot, env = jnp.where(held, position // layout.envs, layout.rows), position % layout.envs
+        new = jax.tree.map(
+            lambda s, x: s.at[slot, env].set(x.astype(s.dtype), mode="drop"), state.storage, new
+        )
     return state._replace(storage=new)
 
 
@@ -407,9 +423,10 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
     def add_batch(state: RingState, items: PyTree, mask: Array | None = None) -> RingState:
         return _write(layout, state, _rows(layout, state, items), mask)
 
-    def index(state: RingState, i: Any) -> Array:
-        """The index of the i-th oldest item."""
-        return (state.cursor - state.size + i) % layout.modulus
+    def index(state: RingState, i: Array) -> Array:
+        """The index of the i-th oldest item, or -1."""
+        held = (i >= 0) & (i < state.size)
+        return jnp.where(held, (state.cursor - state.size + i) % layout.modulus, -1)
 
     @partial(jax.jit, static_argnames="n", **donated)
     def pop_jit(state: RingState, n: int) -> tuple[RingState, PyTree]:
@@ -433,6 +450,7 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
         return _gather(layout, state, index(state, indices))
 
     def get(state: RingState, indices: Any) -> PyTree:
+        indices = _indices("get", indices)
         check_indices("get", state, indices)
         return get_jit(state, indices)
 
@@ -443,6 +461,7 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
 
     def update(state: RingState, fn: Callable, indices: Any = None, *args: PyTree) -> RingState:
         if indices is not None:
+            indices = jnp.atleast_1d(_indices("update", indices))
             check_indices("update", state, indices)
         return update_jit(state, fn, indices, args)
 
@@ -472,7 +491,7 @@ def _starts(layout: Layout, cursor: Any, size: Any) -> tuple[Any, Any]:
     """
     skipped = -(cursor - size) % layout.period
     starts = (size - skipped - layout.window + layout.period) // layout.period
-    return starts * (starts > 0), (cursor - size + skipped) % layout.modulus
+    return starts * (starts > 0).astype(np.int32), (cursor - size + skipped) % layout.modulus
 
 
 def _replay(
@@ -523,10 +542,10 @@ def _replay(
     def add_and_sample(
         state: RingState, items: PyTree, key: Array, batch_size: int
     ) -> tuple[RingState, Sample]:
-        added = np.int32(jnp.shape(jax.tree.leaves(items)[0])[0])
-        size = _host(state.size) + added
-        size = size - (size - layout.rows) * (size > layout.rows)
-        check_can_sample("add_and_sample", _host(state.cursor) + added, size)
+        added = np.int32(_length(items))
+        cursor, size = _host(state.cursor) + added, _host(state.size) + added
+        minimum = jnp.minimum if isinstance(size, jax.core.Tracer) else np.minimum
+        check_can_sample("add_and_sample", cursor, minimum(size, np.int32(layout.rows)))
         return add_and_sample_jit(state, items, key, _positive("batch_size", batch_size))
 
     def check_indices(name: str, state: RingState, indices: Any, window: int) -> None:
@@ -540,6 +559,7 @@ def _replay(
     get_jit = jax.jit(partial(_gather, layout))
 
     def get(state: RingState, indices: Any) -> PyTree:
+        indices = _indices("get", indices)
         check_indices("get", state, indices, layout.window)
         return get_jit(state, indices)
 
@@ -547,6 +567,7 @@ def _replay(
 
     def update(state: RingState, fn: Callable, indices: Any = None, *args: PyTree) -> RingState:
         if indices is not None:
+            indices = jnp.atleast_1d(_indices("update", indices))
             check_indices("update", state, indices, 1)
         return update_jit(state, fn, indices, args)
 
@@ -599,7 +620,7 @@ def uniform_replay(
         total = starts * layout.envs
         draw = jax.random.randint(key, (batch_size,), 0, jnp.maximum(total, 1))
         row = (first + layout.period * (draw // layout.envs)) % layout.modulus
-        probability = (total > 0) / jnp.maximum(total, 1).astype(jnp.float32)
+        probability = jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
         return row * layout.envs + draw % layout.envs, jnp.broadcast_to(probability, (batch_size,))
 
     return _replay(layout, donate, choose)
