@@ -10,7 +10,8 @@ Differs from the paper: Adam for RMSProp, no clipping of rewards and errors, hyp
 classic control. An episode that a time limit cuts off is bootstrapped; one that ends is not.
 
 `train` repeats two things: `collect` steps all environments with fixed parameters, `train_step`
-learns from that in one compiled call. Shape letters: S steps, N environments, B batch.
+learns from that in one compiled call, while the next rollout is being collected. Shape letters:
+S steps of a rollout, N environments, B batch.
 """
 
 import importlib
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -198,7 +200,7 @@ class Agent(NamedTuple):
     target_params: Any
     opt_state: optax.OptState
     replay: buffers.RingState  # of Transition
-    key: jax.Array  # raw, not typed: calls with typed keys take a path in JAX that costs 1 ms
+    key: jax.Array  # [2] uint32
     since_target: jax.Array  # [] int32, environment steps since the target network moved
 
 
@@ -210,9 +212,9 @@ class Result(NamedTuple):
     folder: str  # where the run was logged
 
 
-def linear_schedule(start: float, end: float, duration: float, step: Any) -> Any:
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """From `start` at step 0 to `end` at step `duration` and after it."""
-    return start + (end - start) * np.minimum(step / max(duration, 1.0), 1.0)
+    return start + (end - start) * min(step / max(duration, 1.0), 1.0)
 
 
 def epsilon_greedy(
@@ -221,7 +223,14 @@ def epsilon_greedy(
     """Actions [N] at step t: those of `random_actions` [S, N] where `explore` [S, N] says so."""
     if explore[t].all():  # a call of the network saved
         return random_actions[t]
-    return np.where(explore[t], random_actions[t], greedy(observation))
+    actions = np.array(greedy(observation))
+    np.copyto(actions, random_actions[t], where=explore[t], casting="same_kind")
+    return actions
+
+
+def select(values: jax.Array, action: jax.Array) -> jax.Array:
+    """values[b, action[b]], [B]. A product and not an index: the gradient of that is a scatter."""
+    return jnp.sum(values * jax.nn.one_hot(action, values.shape[-1]), axis=-1)
 
 
 def td_target(batch: Transition, next_q: jax.Array, chooser: jax.Array, gamma: float) -> jax.Array:
@@ -230,8 +239,7 @@ def td_target(batch: Transition, next_q: jax.Array, chooser: jax.Array, gamma: f
     `next_q` [B, num_actions] comes from the target network. `chooser` [B, num_actions] is the same
     (Mnih et al. 2015, algorithm 1), or from the online network (van Hasselt et al. 2016, eq. 4).
     """
-    action = jnp.argmax(chooser, axis=-1, keepdims=True)
-    bootstrap = jnp.take_along_axis(next_q, action, axis=-1)[:, 0]
+    bootstrap = select(next_q, jnp.argmax(chooser, axis=-1))
     return batch.reward + gamma * (1.0 - batch.terminated) * bootstrap
 
 
@@ -242,7 +250,7 @@ def loss_fn(
     next_q = q(target_params, batch.next_observation)
     chooser = q(params, batch.next_observation) if args.double_q else next_q
     target = jax.lax.stop_gradient(td_target(batch, next_q, chooser, args.gamma))
-    value = jnp.take_along_axis(q(params, batch.observation), batch.action[:, None], axis=-1)[:, 0]
+    value = select(q(params, batch.observation), batch.action)
     return jnp.mean((target - value) ** 2), value.mean()
 
 
@@ -316,7 +324,11 @@ def example_transition(envs: VectorEnv) -> Transition:
 
 
 def collect(
-    envs: VectorEnv, state: EnvState, act: Callable[[int, Any], np.ndarray], num_steps: int
+    envs: VectorEnv,
+    state: EnvState,
+    act: Callable[[int, Any], np.ndarray],
+    num_steps: int,
+    example: Transition,
 ) -> tuple[EnvState, Transition, np.ndarray, list[tuple[float, int]]]:
     """Takes the actions `act(t, observation)` for t = 0 ... S - 1 in N environments.
 
@@ -329,28 +341,40 @@ def collect(
       that ended.
     """
     same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    lead = (num_steps, envs.num_envs)
-    rollout = jax.tree.map(lambda x: np.empty(lead + x.shape, x.dtype), example_transition(envs))
-    mask = np.empty(lead, bool)
-    episodes: list[tuple[float, int]] = []
-    observation, resetting, returns, lengths = (x.copy() for x in state)
+    rollout = Transition(
+        *(np.empty((num_steps, envs.num_envs, *x.shape), x.dtype) for x in example)
+    )
+    observation, infos = state.observation, []
     for t in range(num_steps):
-        mask[t] = ~resetting
         rollout.observation[t] = observation  # now: the step may write over it
         rollout.action[t] = action = act(t, observation)
-        observation, reward, terminated, truncated, info = envs.step(action)
-        rollout.reward[t], rollout.next_observation[t] = reward, observation
-        rollout.terminated[t], rollout.truncated[t] = terminated, truncated
-        returns += reward
-        lengths += mask[t]
-        resetting = done = terminated | truncated
-        if done.any():
-            episodes += zip(returns[done].tolist(), lengths[done].tolist(), strict=True)
-            returns[done] = lengths[done] = 0
-            if same_step:
-                resetting = np.zeros_like(done)
-                for i in np.flatnonzero(done):
-                    rollout.next_observation[t, i] = info["final_obs"][i]
+        observation, rollout.reward[t], rollout.terminated[t], rollout.truncated[t], info = (
+            envs.step(action)
+        )
+        infos.append(info)
+    rollout.next_observation[:-1], rollout.next_observation[-1] = (
+        rollout.observation[1:],
+        observation,
+    )
+    done = rollout.terminated | rollout.truncated
+    mask, resetting = np.ones_like(done), np.zeros_like(done[0])
+    if same_step:
+        for t, i in np.argwhere(done):
+            rollout.next_observation[t, i] = infos[t]["final_obs"][i]
+    else:
+        mask[0], mask[1:], resetting = ~state.resetting, ~done[:-1], done[-1]
+
+    returns, lengths = state.episode_return.copy(), state.episode_length.copy()
+    episodes: list[tuple[float, int]] = []
+    start = 0
+    for end in (np.flatnonzero(done.any(axis=1)) + 1).tolist():
+        returns += rollout.reward[start:end].sum(axis=0)
+        lengths += mask[start:end].sum(axis=0)
+        over, start = done[end - 1], end
+        episodes += zip(returns[over].tolist(), lengths[over].tolist(), strict=True)
+        returns[over] = lengths[over] = 0
+    returns += rollout.reward[start:].sum(axis=0)
+    lengths += mask[start:].sum(axis=0)
     return EnvState(observation, resetting, returns, lengths), rollout, mask, episodes
 
 
@@ -457,12 +481,15 @@ def train(args: Args) -> Result:
         isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0,
         f"env_id {args.env_id}: DQN takes actions Discrete(n), got {action_space}",
     )
+    num_actions = int(action_space.n)
     # Of this many steps of all environments, the gradient steps are a whole number.
     num_steps = math.lcm(args.num_envs, args.train_frequency) // args.num_envs
 
     replay = buffers.uniform_replay(args.buffer_size)
-    network = QNetwork(int(action_space.n))
-    optimizer = optax.adam(args.learning_rate)
+    network = QNetwork(num_actions)
+    optimizer = optax.flatten(
+        optax.adam(args.learning_rate)
+    )  # one vector: fewer, larger operations
     key, network_key = jax.random.split(jax.random.PRNGKey(args.seed))
     example = example_transition(envs)
     params: Any = network.init(network_key, example.observation[None])
@@ -476,31 +503,45 @@ def train(args: Args) -> Result:
     )
     q: Any = network.apply
     greedy = jax.jit(lambda params, observation: q(params, observation).argmax(-1))
-    warm_up = jax.jit(partial(store, replay=replay), donate_argnums=0)
-    learn = jax.jit(
-        partial(train_step, args=args, replay=replay, q=q, optimizer=optimizer), donate_argnums=0
-    )
+    step = partial(train_step, args=args, replay=replay, q=q, optimizer=optimizer)
+
+    @partial(jax.jit, donate_argnums=0, static_argnums=3)
+    def learn(agent: Agent, rollout: Transition, mask: Any, warm_up: bool) -> tuple:
+        """The new agent, a copy of its parameters that is not donated with it, and metrics."""
+        if warm_up:
+            agent, metrics = store(agent, rollout, mask, replay), dict[str, jax.Array]()
+        else:
+            agent, metrics = step(agent, rollout, mask)
+        return agent, agent.params, metrics
 
     rng = np.random.default_rng(args.seed)
     env_state = reset_envs(envs, args.seed)
     run = start_run(args)
+    behaviour = jax.tree.map(jnp.copy, params)
+    duration = args.exploration_fraction * args.total_timesteps
     global_step = 0
     try:
-        while global_step < args.total_timesteps:
-            steps = global_step + args.num_envs * np.arange(num_steps)
-            duration = args.exploration_fraction * args.total_timesteps
-            epsilon = linear_schedule(args.start_e, args.end_e, duration, steps)
-            explore = rng.random((num_steps, args.num_envs)) < epsilon[:, None]
-            random_actions = rng.integers(action_space.n, size=explore.shape)
-            act = partial(epsilon_greedy, partial(greedy, agent.params), explore, random_actions)
-            env_state, rollout, mask, episodes = collect(envs, env_state, act, num_steps)
-            global_step += mask.size
-            if global_step <= args.learning_starts:
-                agent, metrics = warm_up(agent, rollout, mask), {}
-            else:
-                agent, metrics = learn(agent, rollout, mask)
-            metrics["charts/epsilon"] = epsilon[-1]
-            log(run, args, global_step, mask.size, episodes, metrics)
+        # While one thread learns from a rollout, this one collects the next, with the parameters
+        # from before: the same ones whichever is faster, so that runs repeat.
+        with ThreadPoolExecutor(max_workers=1) as learner:
+            learning: Future[Any] = learner.submit(lambda: (agent, behaviour, {}))
+            while global_step < args.total_timesteps:
+                epsilon = linear_schedule(args.start_e, args.end_e, duration, global_step)
+                draws = rng.random((2, num_steps, args.num_envs))
+                random_actions = (draws[1] * num_actions).astype(np.int32)
+                act = partial(
+                    epsilon_greedy, partial(greedy, behaviour), draws[0] < epsilon, random_actions
+                )
+                env_state, rollout, mask, episodes = collect(
+                    envs, env_state, act, num_steps, example
+                )
+                agent, behaviour, metrics = learning.result()
+                global_step += mask.size
+                warm_up = global_step <= args.learning_starts
+                learning = learner.submit(learn, agent, rollout, mask, warm_up)
+                metrics = metrics | {"charts/epsilon": epsilon}
+                log(run, args, global_step, mask.size, episodes, metrics)
+            agent, _, _ = learning.result()
     finally:
         run.progress.close()
         run.writer.close()

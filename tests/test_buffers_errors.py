@@ -298,6 +298,17 @@ def test_an_update_that_changes_what_an_item_is(buffer, indices, error, message,
     assert buffer.size(state) == 3
 
 
+@pytest.mark.parametrize("indices", [1.0, np.float32([0, 1]), np.array([True, False])], ids=repr)
+@pytest.mark.parametrize("buffer", [CIRCULAR, ITEMS], ids=["circular", "uniform"])
+def test_indices_that_are_not_integers(buffer, indices):
+    state = filled(buffer)
+    with pytest.raises(TypeError, match="get: indices must be integers"):
+        buffer.get(state, indices)
+    with pytest.raises(TypeError, match="update: indices must be integers"):
+        buffer.update(state, shift, indices)
+    assert buffer.size(state) == 3
+
+
 def test_arguments_of_an_update_for_another_number_of_items():
     state = filled(ITEMS)
     with pytest.raises(ValueError, match=r"(?s)size 2.*size 3"):
@@ -548,7 +559,7 @@ def test_jit_get_outside_gives_some_slot(indices):
         assert decode(items).tolist()[0] in range(10)
 
 
-@pytest.mark.parametrize("index", [2**30 // 6 * 6 + 5, -(2**30 // 6 * 6) + 5])
+@pytest.mark.parametrize("index", [2**30 // 6 * 6 + 5, -(2**30 // 6 * 6) + 5, 2**32 + 5])
 def test_an_index_that_was_never_given_is_not_in_the_buffer(index):
     with pytest.raises(ValueError, match="not in the buffer"):
         ITEMS.get(overwritten(ITEMS), np.array([index]))

@@ -83,8 +83,9 @@ def test_loss_by_hand(double_q):
 
 
 def test_schedule():
-    schedule = partial(dqn_jax.linear_schedule, 1.0, 0.05, 1000)
-    np.testing.assert_allclose(schedule(np.array([0, 500, 1000, 9000])), [1.0, 0.525, 0.05, 0.05])
+    values = [dqn_jax.linear_schedule(1.0, 0.05, 1000, step) for step in (0, 500, 1000, 9000)]
+    np.testing.assert_allclose(values, [1.0, 0.525, 0.05, 0.05])
+    assert dqn_jax.linear_schedule(1.0, 0.05, 0, 5) == pytest.approx(0.05)
 
 
 def test_epsilon_greedy_draws_for_each_environment():
@@ -197,7 +198,7 @@ def test_collector_against_environments_stepped_alone(env_id, async_envs):
     envs = dqn_jax.make_envs(env_id, n, async_envs)
     dqn_jax.check_envs(env_id, envs)
     rng = np.random.default_rng(0)
-    state = dqn_jax.reset_envs(envs, seed=5)
+    state, example = dqn_jax.reset_envs(envs, seed=5), dqn_jax.example_transition(envs)
     seen = [[] for _ in range(n)]
     episodes = []
     masked = 0
@@ -208,7 +209,7 @@ def test_collector_against_environments_stepped_alone(env_id, async_envs):
             assert observation.shape == (n, 3)
             return actions[t]
 
-        state, rollout, mask, ended = dqn_jax.collect(envs, state, act, num_steps)
+        state, rollout, mask, ended = dqn_jax.collect(envs, state, act, num_steps, example)
         episodes += ended
         masked += (~mask).sum()
         np.testing.assert_array_equal(rollout.action, actions)
@@ -238,7 +239,7 @@ def test_native_vector_version_is_used_from_four_environments_on():
     state = dqn_jax.reset_envs(native, seed=0)
     rng = np.random.default_rng(0)
     state, rollout, mask, episodes = dqn_jax.collect(
-        native, state, lambda t, o: rng.integers(2, size=4), 200
+        native, state, lambda t, o: rng.integers(2, size=4), 200, dqn_jax.example_transition(native)
     )
     assert all(total == length for total, length in episodes)
     assert sum(length for _, length in episodes) + state.episode_length.sum() == mask.sum()
@@ -392,7 +393,7 @@ def test_copy_pasted_script_runs_and_its_events_can_be_read(tmp_path):
         assert list(steps) == sorted(steps)
     assert [step for step, _ in scalars["charts/epsilon"]] == list(range(500, 3001, 500))
     assert [step for step, _ in scalars["losses/td_loss"]] == list(range(1000, 3001, 500))
-    np.testing.assert_allclose(scalars["charts/epsilon"][1][1], 1 - 0.95 * 998 / 1500, rtol=1e-6)
+    np.testing.assert_allclose(scalars["charts/epsilon"][1][1], 1 - 0.95 * 990 / 1500, rtol=1e-6)
     assert scalars["charts/epsilon"][-1][1] == pytest.approx(0.05)
     # CartPole pays 1 a step: returns are lengths, and steps that only reset count in neither.
     assert scalars["charts/episodic_return"] == scalars["charts/episodic_length"]
