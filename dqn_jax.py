@@ -119,20 +119,13 @@ def make_envs(env_id: str, num_envs: int, async_envs: bool) -> VectorEnv:
 def check_envs(env_id: str, envs: VectorEnv) -> None:
     """Raises UsageError unless `collect` and the networks can work with these environments."""
     space: Any = envs.single_observation_space
-    require(
-        isinstance(space, gym.spaces.Box),
-        f"env_id {env_id}: observations must be a Box, got {space}: wrap it in FlattenObservation",
-    )
-    require(
-        not is_image(space.shape, space.dtype) or sorted(space.shape)[-2] >= 36,
-        f"env_id {env_id}: images must be 36x36 or more, got {space.shape}: wrap it in "
-        "ResizeObservation",
-    )
+    box, name = isinstance(space, gym.spaces.Box), f"env_id {env_id}"
+    require(box, f"{name}: observations must be a Box, got {space}: wrap it in FlattenObservation")
+    large = not is_image(space.shape, space.dtype) or sorted(space.shape)[-2] >= 36
+    require(large, f"{name}: images must be 36x36 or more, got {space}: use ResizeObservation")
     mode = envs.metadata.get("autoreset_mode")
-    require(
-        mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP),
-        f"env_id {env_id}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, got {mode}",
-    )
+    known = mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+    require(known, f"{name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, got {mode}")
 
 
 # === end shared ===
@@ -264,7 +257,6 @@ def train_step(
     agent: Agent,
     rollout: Transition,
     mask: Any,
-    *,
     args: Args,
     replay: buffers.Replay,
     q: Callable,
@@ -324,13 +316,9 @@ def example_transition(envs: VectorEnv) -> Transition:
 
 
 def collect(
-    envs: VectorEnv,
-    state: EnvState,
-    act: Callable[[int, Any], np.ndarray],
-    num_steps: int,
-    example: Transition,
+    envs: VectorEnv, state: EnvState, act: Callable, num_steps: int, example: Transition
 ) -> tuple[EnvState, Transition, np.ndarray, list[tuple[float, int]]]:
-    """Takes the actions `act(t, observation)` for t = 0 ... S - 1 in N environments.
+    """Takes the actions [N] `act(t, observation)` for t = 0 ... S - 1 in N environments.
 
     In NEXT_STEP autoreset mode the step after the end of an episode only resets: it is no part of
     any episode, and its mask is False. The last observation of an episode is what its last step
@@ -341,21 +329,18 @@ def collect(
       that ended.
     """
     same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    rollout = Transition(
-        *(np.empty((num_steps, envs.num_envs, *x.shape), x.dtype) for x in example)
-    )
+    lead = (num_steps, envs.num_envs)
+    rollout = Transition(*(np.empty(lead + x.shape, x.dtype) for x in example))
     observation, infos = state.observation, []
     for t in range(num_steps):
         rollout.observation[t] = observation  # now: the step may write over it
         rollout.action[t] = action = act(t, observation)
-        observation, rollout.reward[t], rollout.terminated[t], rollout.truncated[t], info = (
-            envs.step(action)
-        )
+        observation, reward, terminated, truncated, info = envs.step(action)
+        rollout.reward[t] = reward
+        rollout.terminated[t], rollout.truncated[t] = terminated, truncated
         infos.append(info)
-    rollout.next_observation[:-1], rollout.next_observation[-1] = (
-        rollout.observation[1:],
-        observation,
-    )
+    rollout.next_observation[:-1] = rollout.observation[1:]
+    rollout.next_observation[-1] = observation
     done = rollout.terminated | rollout.truncated
     mask, resetting = np.ones_like(done), np.zeros_like(done[0])
     if same_step:
@@ -453,21 +438,18 @@ def check_args(args: Args) -> None:
         elif type(value) is int:
             least = 0 if name == "seed" else 1
             require(value >= least, f"{name} must be at least {least}, got {value}")
-    require(
-        args.batch_size <= args.buffer_size,
-        f"batch_size {args.batch_size} is larger than buffer_size {args.buffer_size}",
+    batch, starts, total = args.batch_size, args.learning_starts, args.total_timesteps
+    require(batch <= args.buffer_size, f"batch_size {batch} is larger than buffer_size")
+    message = (
+        f"learning_starts {starts} must be at least batch_size {batch}, for a batch to be drawn"
     )
-    require(
-        args.batch_size <= args.learning_starts < args.total_timesteps,
-        f"learning_starts {args.learning_starts} must be at least batch_size {args.batch_size}, so "
-        f"that a batch can be drawn, and less than total_timesteps {args.total_timesteps}",
-    )
+    require(batch <= starts < total, f"{message}, and less than total_timesteps {total}")
     steps = math.lcm(args.num_envs, args.train_frequency)
+    message = f"num_envs {args.num_envs} and train_frequency {args.train_frequency} do not divide"
     require(
-        steps <= min(args.buffer_size, args.total_timesteps),
-        f"num_envs {args.num_envs} and train_frequency {args.train_frequency} do not divide: whole "
-        f"gradient steps come after {steps} environment steps, more than buffer_size or "
-        "total_timesteps; make one a multiple of the other",
+        steps <= min(args.buffer_size, total),
+        f"{message}: gradient steps come out whole after {steps} environment steps, more than "
+        "buffer_size or total_timesteps; make one a multiple of the other",
     )
 
 
@@ -487,9 +469,8 @@ def train(args: Args) -> Result:
 
     replay = buffers.uniform_replay(args.buffer_size)
     network = QNetwork(num_actions)
-    optimizer = optax.flatten(
-        optax.adam(args.learning_rate)
-    )  # one vector: fewer, larger operations
+    # Flattened to one vector: fewer and larger operations.
+    optimizer = optax.flatten(optax.adam(args.learning_rate))
     key, network_key = jax.random.split(jax.random.PRNGKey(args.seed))
     example = example_transition(envs)
     params: Any = network.init(network_key, example.observation[None])
@@ -529,12 +510,10 @@ def train(args: Args) -> Result:
                 epsilon = linear_schedule(args.start_e, args.end_e, duration, global_step)
                 draws = rng.random((2, num_steps, args.num_envs))
                 random_actions = (draws[1] * num_actions).astype(np.int32)
-                act = partial(
-                    epsilon_greedy, partial(greedy, behaviour), draws[0] < epsilon, random_actions
-                )
-                env_state, rollout, mask, episodes = collect(
-                    envs, env_state, act, num_steps, example
-                )
+                policy = partial(greedy, behaviour)
+                act = partial(epsilon_greedy, policy, draws[0] < epsilon, random_actions)
+                collected = collect(envs, env_state, act, num_steps, example)
+                env_state, rollout, mask, episodes = collected
                 agent, behaviour, metrics = learning.result()
                 global_step += mask.size
                 warm_up = global_step <= args.learning_starts
