@@ -522,8 +522,8 @@ def _random_below(key: Array, count: int, bound: Array) -> Array:
         middle = (x & 0xFFFF) * (n >> 16) + (low_product >> 16) + (high_product & 0xFFFF)
         return (x >> 16) * (n >> 16) + (high_product >> 16) + (middle >> 16)
 
-    carry = (high * n + upper(low)) < upper(low)
-    return (upper(high) + carry).astype(jnp.int32)
+    carry = (high * n + upper(low)) < upper(low)  # whether that sum passes 2**32
+    return (upper(high) + carry.astype(jnp.uint32)).astype(jnp.int32)
 
 
 def _starts(layout: Layout, cursor: Any, size: Any) -> tuple[Any, Any]:

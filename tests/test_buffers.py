@@ -532,3 +532,12 @@ def test_every_public_name_is_listed():
     for name in ("CircularBuffer", "Replay"):
         for field in getattr(buffers, name)._fields:
             assert re.search(rf"\b{field}\(", getattr(buffers, name).__doc__), (name, field)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 3, 1000, 65535, 65536, 65537, 10**6, 2**29 - 1, 2**29])
+def test_random_numbers_below_a_bound_are_exact(bound):
+    """floor(bound * r / 2**64) to the last bit, against Python's integers."""
+    high, low = np.asarray(jax.random.bits(jax.random.PRNGKey(bound), (2, 2000), jnp.uint32))
+    got = buffers._random_below(jax.random.PRNGKey(bound), 2000, jnp.int32(bound))
+    wanted = [((int(h) << 32) + int(x)) * bound >> 64 for h, x in zip(high, low, strict=True)]
+    assert got.tolist() == wanted

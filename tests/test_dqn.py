@@ -260,13 +260,13 @@ def test_functional_environments_are_stepped_one_by_one():
 
 
 PROBE = Args(
-    total_timesteps=6_000,
+    total_timesteps=10_000,
     learning_starts=200,
     buffer_size=1_000,
     batch_size=64,
     train_frequency=4,
     target_network_frequency=40,
-    learning_rate=3e-3,
+    learning_rate=2e-3,
     gamma=0.5,
     start_e=1.0,
     end_e=1.0,
@@ -484,3 +484,14 @@ def test_help_has_a_line_for_every_flag(tmp_path):
     assert done.returncode == 0
     for name in vars(Args()):
         assert f"--{name.replace('_', '-')}" in done.stdout
+
+
+def test_shared_blocks_are_marked_and_closed():
+    """Text that the scripts share stands between these marks, so that it can be compared."""
+    lines = (ROOT / "dqn_jax.py").read_text().splitlines()
+    marks = [line.strip() for line in lines if "=== " in line]
+    names = [re.fullmatch(r"# === shared: ([\w ]+) ===", mark) for mark in marks[::2]]
+    assert len(names) >= 5
+    assert all(names)
+    assert len({name.group(1) for name in names if name}) == len(names)
+    assert set(marks[1::2]) == {"# === end shared ==="}
