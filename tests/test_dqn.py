@@ -402,14 +402,31 @@ def test_copy_pasted_script_runs_and_its_events_can_be_read(tmp_path):
 
 
 def test_interrupt_keeps_what_was_logged(tmp_path):
-    command = [sys.executable, str(ROOT / "dqn_jax.py"), "--log-interval", "100"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 120
-    while not list(tmp_path.glob("runs/*/events*")) and time.time() < deadline:
-        time.sleep(0.1)
-    time.sleep(2)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    # A runner that was started in the background ignores SIGINT, and its children with it.
+    restore = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    script = [str(ROOT / "dqn_jax.py"), "--log-interval", "100"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", restore, *script], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.time() + 120
+        while not list(tmp_path.glob("runs/*/events*")) and time.time() < deadline:
+            time.sleep(0.1)
+        time.sleep(3)
+        # Python drops a KeyboardInterrupt that falls into a garbage collection: press it again.
+        for _ in range(4):
+            process.send_signal(signal.SIGINT)
+            try:
+                _, stderr = process.communicate(timeout=10)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == 130
     assert "interrupted: what was logged is kept" in stderr
     assert "Traceback" not in stderr
