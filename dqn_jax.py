@@ -17,7 +17,9 @@ S steps of a rollout, N environments, B batch.
 import importlib
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -375,6 +377,7 @@ class Run(NamedTuple):
     progress: tqdm
     returns: deque[float]  # of the last 100 episodes, oldest first
     start_time: float  # in seconds
+    interrupts: list[int]  # signals that ask to stop
 
 
 def start_run(args: Any) -> Run:
@@ -387,14 +390,23 @@ def start_run(args: Any) -> Run:
     rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
     progress = tqdm(total=args.total_timesteps, unit=" steps", disable=None, dynamic_ncols=True)
-    return Run(folder, writer, progress, deque(maxlen=100), time.time())
+    # Ctrl-C is taken between iterations: within a write it could leave the writer's queue locked.
+    interrupts: list[int] = []
+
+    def interrupt(signum: int, _: Any) -> None:
+        interrupts.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second stops at once
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)
+    return Run(folder, writer, progress, deque(maxlen=100), time.time(), interrupts)
 
 
 def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dict) -> None:
     """Logs what the last `steps` environment steps up to `step` gave.
 
     Of the episodes that ended in them the mean, at once. The metrics when log_interval is crossed:
-    to read them is to wait for the device.
+    to read them is to wait for the device. Raises KeyboardInterrupt if asked to stop.
     """
     if episodes:
         returns, lengths = zip(*episodes, strict=True)
@@ -408,6 +420,16 @@ def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dic
         if run.returns:
             run.progress.set_postfix_str(f"return {np.mean(run.returns):.1f}", refresh=False)
     run.progress.update(steps)
+    if run.interrupts:
+        raise KeyboardInterrupt
+
+
+def end_run(run: Run) -> None:
+    """Writes what is left, and gives Ctrl-C back."""
+    run.progress.close()
+    run.writer.close()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(train: Callable[[Any], Any], args_type: type) -> None:
@@ -522,8 +544,7 @@ def train(args: Args) -> Result:
                 log(run, args, global_step, mask.size, episodes, metrics)
             agent, _, _ = learning.result()
     finally:
-        run.progress.close()
-        run.writer.close()
+        end_run(run)
         envs.close()
     return Result(agent, list(run.returns), run.folder)
 
