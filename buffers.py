@@ -34,6 +34,8 @@ ValueError when the function is called with concrete arrays; inside `jax.jit` th
 the way that the function's text says, and with `debug=True` an error under
 `jax.experimental.checkify`. (Not by default: a check that is left in a compiled function costs it
 JAX's fast dispatch, 50 us a call with one array and 400 us more with forty, even if nobody looks.)
+
+Papers. Prioritised replay: Schaul et al. 2016, "Prioritized Experience Replay", arXiv 1511.05952.
 """
 
 from __future__ import annotations
@@ -50,13 +52,18 @@ from jax.experimental import checkify
 
 PyTree = Any
 Array = jax.Array
+State = Any  # a NamedTuple that has at least the fields of RingState
 
 __all__ = [
     "CircularBuffer",
+    "PrioritisedReplay",
+    "PrioritisedState",
     "Replay",
     "RingState",
     "Sample",
     "circular_buffer",
+    "importance_weights",
+    "prioritised_replay",
     "uniform_replay",
 ]
 
@@ -70,6 +77,16 @@ class RingState(NamedTuple):
     storage: PyTree  # leaves [T, N, ...]
     cursor: Array  # [] int32, rows ever written modulo `Layout.modulus`; next slot: cursor % T
     size: Array  # [] int32, rows held, 0 to T
+
+
+class PrioritisedState(NamedTuple):
+    """The state of `prioritised_replay`: a `RingState`, and the weights that are drawn by."""
+
+    storage: PyTree  # leaves [T, N, ...]
+    cursor: Array  # [] int32
+    size: Array  # [] int32
+    tree: tuple[Array, ...]  # sum tree, see `_tree`; tree[0][t * N + n] is a priority ** exponent
+    max_priority: Array  # [] float32, the largest ever set; 0 before the first
 
 
 class Sample(NamedTuple):
@@ -147,6 +164,32 @@ class Replay(NamedTuple):
     can_sample: Callable[[RingState], Array]
 
 
+class PrioritisedReplay(NamedTuple):
+    """The functions of `prioritised_replay`: those of `Replay`, of a `PrioritisedState`, and one.
+
+    set_priorities(state, indices [B], priorities [B]) -> state: priorities of items, or of the
+      windows that start at them, before the exponent, such as abs(TD error) + epsilon. Indices that
+      have been overwritten since they were drawn are ignored; one that is given twice gets one of
+      its priorities. Negative, infinite or NaN: ValueError; inside jit that row is ignored.
+
+    New items get the largest priority that was ever set, before the first 1. `can_sample` is False
+    also where all priorities are 0; `add_and_sample` after it needs a new item to draw.
+    """
+
+    init: Callable[[PyTree], PrioritisedState]
+    add: Callable[[PrioritisedState, PyTree], PrioritisedState]
+    add_batch: Callable[..., PrioritisedState]
+    sample: Callable[[PrioritisedState, Array, int], Sample]
+    add_and_sample: Callable[
+        [PrioritisedState, PyTree, Array, int], tuple[PrioritisedState, Sample]
+    ]
+    get: Callable[[PrioritisedState, Any], PyTree]
+    update: Callable[..., PrioritisedState]
+    size: Callable[[PrioritisedState], Array]
+    can_sample: Callable[[PrioritisedState], Array]
+    set_priorities: Callable[[PrioritisedState, Any, Any], PrioritisedState]
+
+
 # ------------------------------------------------------------------------------------------ checks
 
 
@@ -175,7 +218,7 @@ def _indices(name: str, indices: Any) -> Any:
         raise TypeError(f"{name}: indices must be integers, got {array.dtype}")
     if isinstance(array, np.ndarray):  # of 64 bits: what int32 cannot hold is no index
         array = np.where((array < 0) | (array >= 2**31), -1, array)
-    return array.astype(np.int32)
+    return array if array.dtype == np.int32 else array.astype(np.int32)
 
 
 def _positive(name: str, value: Any) -> int:
@@ -306,7 +349,7 @@ def _empty(layout: Layout, item: PyTree) -> RingState:
     )
 
 
-def _row(layout: Layout, ring: RingState, item: PyTree) -> PyTree:
+def _row(layout: Layout, ring: State, item: PyTree) -> PyTree:
     """One row for `_write`, as `add` takes it: an item, or [N, ...]."""
     lead, axes = ((layout.envs,), "num_envs, ") if layout.streams else ((), "")
     _check_state(layout, ring)
@@ -319,7 +362,7 @@ def _length(items: PyTree) -> int:
     return next((next(iter(jnp.shape(leaf)), 1) for leaf in jax.tree.leaves(items)), 0)
 
 
-def _rows(layout: Layout, ring: RingState, items: PyTree) -> PyTree:
+def _rows(layout: Layout, ring: State, items: PyTree) -> PyTree:
     """Rows for `_write`, as `add_batch` takes them: [L, ...], or [L, N, ...]."""
     _check_state(layout, ring)
     count = _length(items)
@@ -328,7 +371,7 @@ def _rows(layout: Layout, ring: RingState, items: PyTree) -> PyTree:
     return jax.tree.map(lambda x, s: jnp.reshape(x, (count, *s.shape[1:])), items, ring.storage)
 
 
-def _write(layout: Layout, ring: RingState, rows: PyTree, mask: Array | None = None) -> RingState:
+def _write(layout: Layout, ring: State, rows: PyTree, mask: Array | None = None) -> State:
     """`rows`, leaves [L, N, ...], after the newest; those with a False `mask` [L] left out."""
     count: Any = jax.tree.leaves(rows)[0].shape[0]
     # `rank` is the place of a row among those stored. Rows that are left out, or that newer ones of
@@ -362,7 +405,7 @@ def _is_held(layout: Layout, cursor: Any, size: Any, indices: Any, window: int =
     return exists & (age >= window) & (age <= size)
 
 
-def _check_state(layout: Layout, state: RingState) -> None:
+def _check_state(layout: Layout, state: State) -> None:
     shape = jax.tree.leaves(state.storage)[0].shape[:2]
     if shape != (layout.rows, layout.envs):
         raise ValueError(
@@ -376,7 +419,7 @@ def _flat(leaf: Array) -> Array:
     return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
-def _gather(layout: Layout, ring: RingState, indices: Array) -> PyTree:
+def _gather(layout: Layout, ring: State, indices: Array) -> PyTree:
     """The item at each index; in a buffer of sequences the W items from it, on an axis after."""
     _check_state(layout, ring)
     if layout.sequences:
@@ -387,8 +430,8 @@ def _gather(layout: Layout, ring: RingState, indices: Array) -> PyTree:
 
 
 def _update(
-    layout: Layout, state: RingState, fn: Callable[..., PyTree], indices: Any, args: tuple
-) -> RingState:
+    layout: Layout, state: State, fn: Callable[..., PyTree], indices: Any, args: tuple
+) -> State:
     """`fn` on every item, or on those at `indices` [B], which must be held to be written."""
     items = jax.tree.map(_flat, state.storage)
     if indices is None:
@@ -507,13 +550,14 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
 # --------------------------------------------------------------------------------- windows, replay
 
 
-def _random_below(key: Array, count: int, bound: Array) -> Array:
-    """[count] int32, uniform in 0 to bound - 1 (0 if bound is 0): floor(bound * r / 2**64).
+def _scaled(bits: Array, bound: Array) -> Array:
+    """[B] int32 in 0 to bound - 1 (0 if bound is 0): floor(bound * r / 2**64).
 
-    `r` has 64 random bits, so that no number is favoured by more than bound / 2**64. The product is
-    taken in halves of 16 bits. A third of the random bits and half the time of jax.random.randint.
+    `r`, `bits` [2, B] uint32, are 64 random bits each, so that no number is favoured by more than
+    bound / 2**64. The product is taken in halves of 16 bits. A third of the random bits and half
+    the time of jax.random.randint.
     """
-    high, low = jax.random.bits(key, (2, count), jnp.uint32)
+    high, low = bits
     n = bound.astype(jnp.uint32)  # below 2**30
 
     def upper(x: Array) -> Array:
@@ -537,64 +581,91 @@ def _starts(layout: Layout, cursor: Any, size: Any) -> tuple[Any, Any]:
     return starts * (starts > 0).astype(np.int32), (cursor - size + skipped) % layout.modulus
 
 
+def _uniform(layout: Layout, state: State, key: Array, batch_size: int) -> tuple[Array, Array]:
+    """Indices [B] of windows, each as likely as the others, and their probabilities [B]."""
+    starts, first = _starts(layout, state.cursor, state.size)
+    total = starts * layout.envs
+    draw = _scaled(jax.random.bits(key, (2, batch_size), jnp.uint32), total)
+    row = (first + layout.period * (draw // layout.envs)) % layout.modulus
+    # 1 / total, or 0. As a function of the draw, since XLA would start a second thread for one more
+    # branch of the program, and that takes 60 us.
+    probabilities = (draw < total) / jnp.maximum(total, draw + 1).astype(jnp.float32)
+    return row * layout.envs + draw % layout.envs, probabilities
+
+
+def _at_most(x: Any, most: int) -> Any:
+    """The smaller one; of a JAX or a NumPy array."""
+    return x - (x - most) * (x > most)
+
+
+def _any_start(layout: Layout, state: State, added: int = 0) -> Any:
+    """Whether there is a window to draw, `added` rows from now; traced or on the host."""
+    cursor, size = _host(state.cursor) + np.int32(added), _host(state.size) + np.int32(added)
+    return _starts(layout, cursor, _at_most(size, layout.rows))[0] > 0
+
+
 def _replay(
     layout: Layout,
     donate: bool,
-    choose: Callable[[Any, Array, int], tuple[Array, Array]],
+    empty: Callable[[Layout, PyTree], Any] = _empty,
+    write: Callable[..., Any] = _write,
+    choose: Callable[[Layout, Any, Array, int], tuple[Array, Array]] = _uniform,
+    drawable: Callable[..., Any] = _any_start,
 ) -> Replay:
-    """A replay buffer of the ring, the gather and `choose(state, key, B) -> (indices, P)`, [B]."""
+    """A replay buffer: the ring and the gather, with a way to choose indices.
+
+    `empty` and `write` are those of the ring with what else the state keeps up to date;
+    `choose(layout, state, key, B)` gives indices and probabilities [B]; `drawable(layout, state,
+    added)` whether it can, once as many more rows are added, on the host if not traced.
+    """
     donated = _donate(donate)
 
-    def check_can_sample(name: str, state: RingState, added: int = 0) -> None:
+    def check_can_sample(name: str, state: State, added: int = 0) -> None:
         if _is_checked(layout, state.size):
-            cursor, size = (
-                _host(state.cursor) + np.int32(added),
-                _host(state.size) + np.int32(added),
-            )
-            minimum = jnp.minimum if isinstance(size, jax.core.Tracer) else np.minimum
-            starts, _ = _starts(layout, cursor, minimum(size, np.int32(layout.rows)))
             message = (
                 f"{name}: nothing to draw, {{size}} steps held and a draw takes {layout.window} "
-                f"from a multiple of {layout.period} on: add more, or ask can_sample"
+                f"from a multiple of {layout.period} on, of a priority above 0 if there are any: "
+                "add more, or ask can_sample"
             )
-            _check(starts > 0, message, size=size)
+            size = _at_most(_host(state.size) + np.int32(added), layout.rows)
+            _check(drawable(layout, state, added), message, size=size)
 
     @jax.jit
-    def init(item: PyTree) -> RingState:
-        return _empty(layout, item)
+    def init(item: PyTree) -> Any:
+        return empty(layout, item)
 
     @partial(jax.jit, **donated)
-    def add(state: RingState, item: PyTree) -> RingState:
-        return _write(layout, state, _row(layout, state, item))
+    def add(state: State, item: PyTree) -> State:
+        return write(layout, state, _row(layout, state, item))
 
     @partial(jax.jit, **donated)
-    def add_batch(state: RingState, items: PyTree, mask: Array | None = None) -> RingState:
-        return _write(layout, state, _rows(layout, state, items), mask)
+    def add_batch(state: State, items: PyTree, mask: Array | None = None) -> State:
+        return write(layout, state, _rows(layout, state, items), mask)
 
-    def draw(state: RingState, key: Array, batch_size: int) -> Sample:
-        indices, probabilities = choose(state, key, batch_size)
+    def draw(state: State, key: Array, batch_size: int) -> Sample:
+        indices, probabilities = choose(layout, state, key, batch_size)
         return Sample(_gather(layout, state, indices), indices, probabilities)
 
     sample_jit = jax.jit(draw, static_argnames="batch_size")
 
-    def sample(state: RingState, key: Array, batch_size: int) -> Sample:
+    def sample(state: State, key: Array, batch_size: int) -> Sample:
         check_can_sample("sample", state)
         return sample_jit(state, key, _positive("batch_size", batch_size))
 
     @partial(jax.jit, static_argnames="batch_size", **donated)
     def add_and_sample_jit(
-        state: RingState, items: PyTree, key: Array, batch_size: int
-    ) -> tuple[RingState, Sample]:
-        state = _write(layout, state, _rows(layout, state, items))
+        state: State, items: PyTree, key: Array, batch_size: int
+    ) -> tuple[State, Sample]:
+        state = write(layout, state, _rows(layout, state, items))
         return state, draw(state, key, batch_size)
 
     def add_and_sample(
-        state: RingState, items: PyTree, key: Array, batch_size: int
-    ) -> tuple[RingState, Sample]:
+        state: State, items: PyTree, key: Array, batch_size: int
+    ) -> tuple[State, Sample]:
         check_can_sample("add_and_sample", state, _length(items))
         return add_and_sample_jit(state, items, key, _positive("batch_size", batch_size))
 
-    def check_indices(name: str, state: RingState, indices: Any, window: int) -> None:
+    def check_indices(name: str, state: State, indices: Any, window: int) -> None:
         if _is_checked(layout, state.size, indices):
             i, cursor, size = _host(indices), _host(state.cursor), _host(state.size)
             held = _is_held(layout, cursor, size, i, window)
@@ -602,26 +673,26 @@ def _replay(
 
     get_jit = jax.jit(partial(_gather, layout))
 
-    def get(state: RingState, indices: Any) -> PyTree:
+    def get(state: State, indices: Any) -> PyTree:
         indices = _indices("get", indices)
         check_indices("get", state, indices, layout.window)
         return get_jit(state, indices)
 
     update_jit = jax.jit(partial(_update, layout), static_argnames="fn", **donated)
 
-    def update(state: RingState, fn: Callable, indices: Any = None, *args: PyTree) -> RingState:
+    def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> Any:
         if indices is not None:
             indices = jnp.atleast_1d(_indices("update", indices))
             check_indices("update", state, indices, 1)
         return update_jit(state, fn, indices, args)
 
     @jax.jit
-    def size(state: RingState) -> Array:
+    def size(state: State) -> Array:
         return state.size * layout.envs
 
     @jax.jit
-    def can_sample(state: RingState) -> Array:
-        return _starts(layout, state.cursor, state.size)[0] > 0
+    def can_sample(state: State) -> Array:
+        return drawable(layout, state)
 
     return Replay(init, add, add_batch, sample, add_and_sample, get, update, size, can_sample)
 
@@ -657,14 +728,225 @@ def uniform_replay(
       TypeError, ValueError: a size is not an int of at least 1, `max_size` is not a multiple of
         num_envs * period or exceeds 2**29, or a window is longer than what is held.
     """
+    return _replay(_layout(max_size, num_envs, sequence_length, period, debug), donate)
+
+
+# ---------------------------------------------------------------------------------------- sum tree
+#
+# tree[0] has a weight for each position. tree[l + 1][i] is the sum of the FANOUT nodes from
+# tree[l][FANOUT * i] on, recomputed from them whenever one changes: a difference added to it would
+# leave a rounding error behind for good. The last level has at most TOP nodes. Levels are padded
+# with zeros to a multiple of FANOUT: 4.6 bytes a position in all.
+
+FANOUT = 8
+TOP = 64
+# With 24 bits a float32 tells the nodes of this many levels (2**15) apart, and not those of many
+# more: a single number would favour some of ten million items and miss others.
+LEVELS_PER_DRAW = 4
+
+
+def _tree(positions: int) -> tuple[Array, ...]:
+    """The tree of that many weights, all 0."""
+    levels, nodes = [], positions
+    while True:
+        levels.append(jnp.zeros(-(-nodes // FANOUT) * FANOUT, jnp.float32))
+        if nodes <= TOP:
+            return tuple(levels)
+        nodes = levels[-1].size // FANOUT
+
+
+def _tree_set(
+    tree: tuple[Array, ...], positions: Array, weights: Array, where: Array
+) -> tuple[Array, ...]:
+    """The tree with `weights` [B] at `positions` [B], in the rows where `where` [B] is True."""
+    past_end = tree[0].size
+    levels = [tree[0].at[jnp.where(where, positions, past_end)].set(weights, mode="drop")]
+    node = jnp.where(where, positions, 0)  # the sums above position 0 are right before and after
+    for level in tree[1:]:
+        children = levels[-1].reshape(-1, FANOUT)
+        if len(children) <= node.size:  # cheaper to sum them all
+            sums = jnp.zeros_like(level).at[: len(children)].set(children.sum(axis=-1))
+        else:
+            node = node // FANOUT
+            sums = level.at[node].set(children.at[node].get(mode="promise_in_bounds").sum(axis=-1))
+        levels.append(sums)
+    return tuple(levels)
+
+
+def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, Array]:
+    """Positions [B] drawn in proportion to their weights, one from each of B equal shares.
+
+    Stratified as in Schaul et al. 2016, section 3.3. Returns the positions and their
+    probabilities; position 0 and probability 0 if all weights are 0.
+    """
+
+    def descend(cumulative: Array, target: Array) -> tuple[Array, Array]:
+        """The child [B] in whose share of `cumulative` [F, B] `target` lies, and the rest of it."""
+        # Below the total, whatever was rounded, so that no child of weight 0 at the end is chosen.
+        # Those before are not, since equal terms have equal sums. A total of 0 gives child 0.
+        tiny, epsilon = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).eps
+        target = jnp.minimum(target, cumulative[-1] * (1 - epsilon) - tiny)
+        # One after the other: XLA would give two small reductions to two threads.
+        before = jnp.max(jnp.where(cumulative <= target, cumulative, 0), axis=0)
+        child = jnp.sum((cumulative <= before) & (target >= 0), axis=0, dtype=jnp.int32)
+        return child, target - before
+
+    def sums(rows: Array) -> Array:
+        """[F, B], the sums of the first 1, 2, ..., F of each of `rows` [B, F].
+
+        A product with a triangle of ones: faster than cumsum, which XLA makes of many small steps.
+        """
+        ones = np.tri(rows.shape[1], dtype=np.float32)
+        return jnp.einsum("fk,bk->fb", ones, rows, precision=jax.lax.Precision.HIGHEST)
+
+    uniform = jax.random.uniform(key, (-(-len(tree) // LEVELS_PER_DRAW), count))
+    uniform, top = jax.lax.optimization_barrier((uniform, tree[-1]))  # in this order, see descend
+    cumulative = sums(top[None])
+    total = cumulative[-1, 0]
+    node, target = descend(cumulative, (jnp.arange(count) + uniform[0]) / count * total)
+    for depth, level in enumerate(reversed(tree[:-1]), start=1):
+        rows = level.reshape(-1, FANOUT).at[node].get(mode="promise_in_bounds")
+        cumulative = sums(rows)
+        if depth % LEVELS_PER_DRAW == 0:
+            target = uniform[depth // LEVELS_PER_DRAW] * cumulative[-1]
+        child, target = descend(cumulative, target)
+        node = node * FANOUT + child
+    weights = tree[0].at[node].get(mode="promise_in_bounds")
+    probabilities = weights / jnp.where(total > 0, total, 1)
+    # Drawn for good before the tree is written again: otherwise XLA copies it in a loop.
+    return jax.lax.optimization_barrier((node, probabilities))
+
+
+# ------------------------------------------------------------------------------------- prioritised
+
+
+def prioritised_replay(
+    max_size: int,
+    priority_exponent: float = 0.6,
+    *,
+    num_envs: int | None = None,
+    sequence_length: int | None = None,
+    period: int = 1,
+    donate: bool = True,
+    debug: bool = False,
+) -> PrioritisedReplay:
+    """A ring of the last `max_size` items, drawn from in proportion to priority ** exponent.
+
+    Proportional prioritisation of Schaul et al. 2016, section 3.3 and equation 1, with stratified
+    draws; `importance_weights` makes up for the bias. An item of priority 0 is never drawn (but
+    with exponent 0, where all are alike).
+
+    Args:
+      max_size: items held, over all environments; then each new row overwrites the oldest.
+      priority_exponent: alpha, 0 or more; 0 is uniform replay.
+      num_envs: as in `uniform_replay`.
+      sequence_length: as in `uniform_replay`. A window has one priority, that of its first item.
+      period: as in `uniform_replay`.
+      donate: as in `uniform_replay`.
+      debug: as in `uniform_replay`.
+
+    Raises:
+      TypeError, ValueError: as in `uniform_replay`; `priority_exponent` is negative or not finite.
+    """
     layout = _layout(max_size, num_envs, sequence_length, period, debug)
+    if not 0 <= priority_exponent < np.inf:
+        raise ValueError(f"priority_exponent must be 0 or more, got {priority_exponent}")
+    # So that no sum overflows, whatever the priorities are.
+    largest = np.finfo(np.float32).max / (2 * layout.capacity)
 
-    def choose(state: RingState, key: Array, batch_size: int) -> tuple[Array, Array]:
-        starts, first = _starts(layout, state.cursor, state.size)
-        total = starts * layout.envs
-        draw = _random_below(key, batch_size, total)
-        row = (first + layout.period * (draw // layout.envs)) % layout.modulus
-        probability = jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
-        return row * layout.envs + draw % layout.envs, jnp.broadcast_to(probability, (batch_size,))
+    def weight(priorities: Array) -> Array:
+        return jnp.minimum(priorities**priority_exponent, largest)
 
-    return _replay(layout, donate, choose)
+    def empty(layout: Layout, item: PyTree) -> PrioritisedState:
+        return PrioritisedState(*_empty(layout, item), _tree(layout.capacity), jnp.float32(0))
+
+    def write(
+        layout: Layout, state: PrioritisedState, rows: PyTree, mask: Array | None = None
+    ) -> PrioritisedState:
+        """The ring's, and the weights of windows that can now be drawn, or cannot any more."""
+        new = _write(layout, state, rows, mask)
+        count = (new.cursor - state.cursor) % layout.modulus if mask is not None else _length(rows)
+        # Row k counts from the first of these rows. The windows that one of them completes start
+        # up to W - 1 rows before it.
+        k = jnp.arange(1 - layout.window, _length(rows))
+        changed = (k >= -state.size) & (k >= count - layout.rows) & (k < count)
+        row = state.cursor + k
+        is_start = (k <= count - layout.window) & (row % layout.period == 0)
+        new_weight = weight(jnp.where(state.max_priority > 0, state.max_priority, 1))
+        positions = row[:, None] % layout.rows * layout.envs + jnp.arange(layout.envs)
+
+        def each(x: Array) -> Array:
+            return jnp.broadcast_to(x[:, None], positions.shape).reshape(-1)
+
+        weights = each(jnp.where(is_start, new_weight, 0))
+        return new._replace(
+            tree=_tree_set(state.tree, positions.reshape(-1), weights, each(changed))
+        )
+
+    def choose(
+        layout: Layout, state: PrioritisedState, key: Array, batch_size: int
+    ) -> tuple[Array, Array]:
+        positions, probabilities = _tree_draw(state.tree, key, batch_size)
+        age = (state.cursor - 1 - positions // layout.envs) % layout.rows  # 0: the newest row
+        row = (state.cursor - 1 - age) % layout.modulus
+        return row * layout.envs + positions % layout.envs, probabilities
+
+    def drawable(layout: Layout, state: PrioritisedState, added: int = 0) -> Any:
+        """Whether a weight is above 0, or there will be a new window."""
+        has_weight = _host(state.tree[-1]).sum() > 0
+        if not added:
+            return has_weight
+        newest = _at_most(_host(state.size), layout.window - 1)  # those that end among the new
+        is_new = _any_start(layout, state._replace(size=newest), added)
+        return is_new | (has_weight & _any_start(layout, state, added))
+
+    # Without the storage, which it does not change: an array less to pass is a microsecond.
+    @partial(jax.jit, donate_argnames=("tree", "max_priority") if donate else ())
+    def set_priorities_jit(
+        tree: Any, max_priority: Array, cursor: Array, size: Array, indices: Any, priorities: Any
+    ) -> tuple[tuple[Array, ...], Array]:
+        indices, priorities = indices.reshape(-1), priorities.reshape(-1).astype(jnp.float32)
+        known = _is_held(layout, cursor, size, indices, layout.window)
+        known &= indices // layout.envs % layout.period == 0
+        known &= (priorities >= 0) & (priorities < jnp.inf)
+        tree = _tree_set(tree, indices % layout.capacity, weight(priorities), known)
+        return tree, jnp.max(priorities, initial=max_priority, where=known)
+
+    def set_priorities(state: PrioritisedState, indices: Any, priorities: Any) -> PrioritisedState:
+        _check_state(layout, state)
+        indices = _indices("set_priorities", indices)
+        if not isinstance(priorities, jax.Array):
+            priorities = np.asarray(priorities, np.float32)
+        if priorities.shape != indices.shape or indices.ndim > 1:
+            raise ValueError(
+                f"set_priorities: indices and priorities must have the same shape [B], got "
+                f"{indices.shape} and {priorities.shape}"
+            )
+        if _is_checked(layout, priorities):
+            given = _host(priorities)
+            ok = ((given >= 0) & (given < np.inf)).all()
+            _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
+        _, cursor, size, tree, max_priority = state
+        changed = set_priorities_jit(tree, max_priority, cursor, size, indices, priorities)
+        return state._replace(tree=changed[0], max_priority=changed[1])
+
+    replay = _replay(layout, donate, empty, write, choose, drawable)
+    return PrioritisedReplay(**replay._asdict(), set_priorities=set_priorities)
+
+
+def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
+    """(size * P)**-beta, divided by the largest of the batch: Schaul et al. 2016, section 3.4.
+
+    Args:
+      probabilities: [B], of a `Sample`. Where one is 0, nothing was drawn: that weight is 0.
+      size: items that could have been drawn, such as `replay.size(state)`. It cancels in the
+        division, but for rounding.
+      beta: how much of the bias is corrected, from 0 (nothing, all weights are 1) to 1.
+
+    Returns:
+      [B] float32, above 0 to 1.
+    """
+    drawn = jnp.asarray(probabilities) > 0
+    scaled = jnp.where(drawn, size * jnp.asarray(probabilities), 1)
+    weights = jnp.where(drawn, scaled ** -jnp.asarray(beta, jnp.float32), 0)
+    return weights / jnp.max(weights, initial=jnp.finfo(jnp.float32).tiny)

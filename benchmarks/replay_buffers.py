@@ -1,0 +1,222 @@
+"""Microseconds of each operation of the buffers, from Python and inside lax.scan, beside peers.
+
+    pip install -e ".[bench]" && python benchmarks/replay_buffers.py
+
+Prints a table with a line for each operation, place and capacity: the median of interleaved
+repetitions, and of a peer the median, smallest and largest ratio to ours in the same repetition
+(above 1: ours is faster). Buffers are full of CartPole transitions, with the write position in the
+middle. A peer that is not installed is left out, and the output says so.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import buffers
+
+REPETITIONS = 15
+BATCH = 256
+KEY = jax.random.PRNGKey(0)
+ITEM = {
+    "observation": jnp.ones(4),
+    "action": jnp.int32(1),
+    "reward": jnp.float32(1),
+    "next_observation": jnp.ones(4),
+    "terminated": jnp.array(False),
+}
+
+
+class Library(NamedTuple):
+    """What one library is measured on."""
+
+    states: dict[str, Any]  # of each buffer, by its name; replaced as it is written to
+    # By name of the buffer and of the operation:
+    # call(state, key, indices, priorities) -> (state, what was drawn)
+    calls: dict[tuple[str, str], Callable[..., tuple[Any, Any]]]
+
+
+def items(count: int) -> Any:
+    """That many items."""
+    return jax.tree.map(lambda x: jnp.stack([x] * count), ITEM)
+
+
+def full(init: Callable, add_batch: Callable, capacity: int) -> Any:
+    """The state of a full buffer with the write position in the middle, written in blocks."""
+    state, block = init(ITEM), items(capacity // 10)
+    for _ in range(15):
+        state = add_batch(state, block)
+    return state
+
+
+def ours(capacity: int) -> Library:
+    """The operations of buffers.py."""
+    rows, mask = items(128), jnp.arange(128) % 10 > 0
+    uniform, per = buffers.uniform_replay(capacity), buffers.prioritised_replay(capacity)
+
+    def sample_and_set(state: Any, key: Any, _: Any, priorities: Any) -> tuple[Any, Any]:
+        drawn = per.sample(state, key, BATCH)
+        return per.set_priorities(state, drawn.indices, priorities), drawn
+
+    return Library(
+        {
+            "uniform": full(uniform.init, uniform.add_batch, capacity),
+            "prioritised": full(per.init, per.add_batch, capacity),
+        },
+        {
+            ("uniform", "add 1"): lambda s, *_: (uniform.add(s, ITEM), 0),
+            ("uniform", "add 128"): lambda s, *_: (uniform.add_batch(s, rows), 0),
+            ("uniform", "add 128, masked"): lambda s, *_: (uniform.add_batch(s, rows, mask), 0),
+            ("uniform", "sample 256"): lambda s, key, *_: (s, uniform.sample(s, key, BATCH)),
+            ("prioritised", "add 1"): lambda s, *_: (per.add(s, ITEM), 0),
+            ("prioritised", "add 128"): lambda s, *_: (per.add_batch(s, rows), 0),
+            ("prioritised", "sample 256"): lambda s, key, *_: (s, per.sample(s, key, BATCH)),
+            ("prioritised", "set 256"): lambda s, _, i, p: (per.set_priorities(s, i, p), 0),
+            ("prioritised", "sample, set 256"): sample_and_set,
+        },
+    )
+
+
+def flashbax(capacity: int) -> Library:
+    """Flashbax's item buffers, jitted and with the state donated, as its README does."""
+    import flashbax as fbx
+
+    rows, one = items(128), jax.tree.map(lambda x: x[None], ITEM)
+    sizes: Any = dict(max_length=capacity, min_length=1, sample_batch_size=BATCH, add_batches=True)
+    uniform = fbx.make_item_buffer(**sizes)
+    per = fbx.make_prioritised_item_buffer(**sizes, priority_exponent=0.6)
+    uniform_add, per_add = (jax.jit(b.add, donate_argnums=0) for b in (uniform, per))
+    uniform_sample, per_sample = jax.jit(uniform.sample), jax.jit(per.sample)
+    per_set = jax.jit(per.set_priorities, donate_argnums=0)
+
+    def sample_and_set(state: Any, key: Any, _: Any, priorities: Any) -> tuple[Any, Any]:
+        drawn = per_sample(state, key)
+        return per_set(state, drawn.indices, priorities), drawn
+
+    return Library(
+        {
+            "uniform": full(uniform.init, uniform_add, capacity),
+            "prioritised": full(per.init, per_add, capacity),
+        },
+        {
+            ("uniform", "add 1"): lambda s, *_: (uniform_add(s, one), 0),
+            ("uniform", "add 128"): lambda s, *_: (uniform_add(s, rows), 0),
+            ("uniform", "sample 256"): lambda s, key, *_: (s, uniform_sample(s, key)),
+            ("prioritised", "add 1"): lambda s, *_: (per_add(s, one), 0),
+            ("prioritised", "add 128"): lambda s, *_: (per_add(s, rows), 0),
+            ("prioritised", "sample 256"): lambda s, key, *_: (s, per_sample(s, key)),
+            ("prioritised", "set 256"): lambda s, _, i, p: (per_set(s, i, p), 0),
+            ("prioritised", "sample, set 256"): sample_and_set,
+        },
+    )
+
+
+PEERS: dict[str, Callable[[int], Library]] = {"flashbax": flashbax}
+
+
+def arguments(capacity: int, count: int, first: int) -> tuple[Any, Any, Any]:
+    """Keys [count], indices of items held and priorities [count, B], for as many calls."""
+    indices = jax.random.randint(KEY, (count, BATCH), first, first + capacity)
+    priorities = jnp.abs(jax.random.normal(KEY, (count, BATCH))) + 1e-6
+    return jax.block_until_ready((jax.random.split(KEY, count), indices, priorities))
+
+
+def from_python(call: Callable, state: Any, calls: Any) -> tuple[Any, float]:
+    """The state after these calls, and microseconds a call."""
+    drawn: Any = 0
+    calls = list(zip(*map(list, calls), strict=True))
+    start = time.perf_counter()
+    for each in calls:
+        state, drawn = call(state, *each)
+    jax.block_until_ready((state, drawn))
+    return state, (time.perf_counter() - start) / len(calls) * 1e6
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def scanned(call: Callable, state: Any, calls: Any) -> Any:
+    """All calls in one program, which uses all that they draw."""
+
+    def step(state: Any, each: Any) -> tuple[Any, Any]:
+        state, drawn = call(state, *each)
+        leaves = map(jnp.asarray, jax.tree.leaves(drawn))
+        return state, sum(jnp.sum(x.astype(jnp.float32)) for x in leaves)
+
+    return jax.lax.scan(step, state, calls)
+
+
+def inside_scan(call: Callable, state: Any, calls: Any) -> tuple[Any, float]:
+    """As `from_python`, inside `scan`."""
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(scanned(call, state, calls))
+    return state, (time.perf_counter() - start) / len(calls[0]) * 1e6
+
+
+def measure(
+    name: tuple[str, str], libraries: dict[str, Library], how: Callable, count: int, capacity: int
+) -> dict[str, list[float]]:
+    """Microseconds of each repetition of one operation, for each library that has it."""
+    times: dict[str, list[float]] = {k: [] for k, v in libraries.items() if name in v.calls}
+    for repetition in range(REPETITIONS + 1):
+        for library in times:
+            states, calls = libraries[library]
+            first = int(states[name[0]].cursor - states[name[0]].size) if library == "ours" else 0
+            each = arguments(capacity, count, first)
+            states[name[0]], microseconds = how(calls[name], states[name[0]], each)
+            if repetition:  # the first one compiles
+                times[library].append(microseconds)
+    return times
+
+
+def cells(times: dict[str, list[float]], peers: list[str]) -> str:
+    """Our median; of each peer its median, and its ratio to ours."""
+    own = times["ours"]
+    row = [f"{statistics.median(own):.2f}"]
+    for peer in peers:
+        if peer in times:
+            ratios = [theirs / mine for theirs, mine in zip(times[peer], own, strict=True)]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            row += [f"{statistics.median(times[peer]):.2f}", spread]
+        else:
+            row += ["-", "-"]
+    return " | ".join(row)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="measure only buffers whose name starts so")
+    parser.add_argument("--capacities", nargs="*", type=int, default=[10**4, 10**5, 10**6])
+    args = parser.parse_args()
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    peers = [peer for peer in PEERS if importlib.util.find_spec(peer)]
+    for peer in PEERS.keys() - set(peers):
+        print(f"{peer} is not installed: pip install -e '.[bench]'")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", *peers))
+    print(f"{versions}; {jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores; microseconds\n")
+    heads = " | ".join(f"{peer} | ratio" for peer in peers)
+    print(f"| buffer | operation | from | capacity | ours | {heads} |")
+    print("|---" * (5 + 2 * len(peers)) + "|")
+    for capacity in args.capacities:
+        libraries = {"ours": ours(capacity)} | {peer: PEERS[peer](capacity) for peer in peers}
+        for how, where, count in ((from_python, "Python", 300), (inside_scan, "scan", 500)):
+            for name in libraries["ours"].calls:
+                if name[0].startswith(args.only):
+                    times = measure(name, libraries, how, count, capacity)
+                    row = " | ".join((*name, where, f"{capacity:,}", cells(times, peers)))
+                    print(f"| {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
