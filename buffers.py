@@ -589,13 +589,13 @@ def _uniform(layout: Layout, state: State, key: Array, batch_size: int) -> tuple
     row = (first + layout.period * (draw // layout.envs)) % layout.modulus
     # 1 / total, or 0. As a function of the draw, since XLA would start a second thread for one more
     # branch of the program, and that takes 60 us.
-    probabilities = (draw < total) / jnp.maximum(total, draw + 1).astype(jnp.float32)
+    probabilities = jnp.where(draw < total, 1 / jnp.maximum(total, draw + 1).astype(np.float32), 0)
     return row * layout.envs + draw % layout.envs, probabilities
 
 
 def _at_most(x: Any, most: int) -> Any:
     """The smaller one; of a JAX or a NumPy array."""
-    return x - (x - most) * (x > most)
+    return (jnp if isinstance(x, jax.core.Tracer) else np).minimum(x, np.int32(most))
 
 
 def _any_start(layout: Layout, state: State, added: int = 0) -> Any:
@@ -787,8 +787,9 @@ def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, 
         tiny, epsilon = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).eps
         target = jnp.minimum(target, cumulative[-1] * (1 - epsilon) - tiny)
         # One after the other: XLA would give two small reductions to two threads.
-        before = jnp.max(jnp.where(cumulative <= target, cumulative, 0), axis=0)
-        child = jnp.sum((cumulative <= before) & (target >= 0), axis=0, dtype=jnp.int32)
+        before = jnp.max(jnp.where(cumulative <= target[None], cumulative, 0), axis=0)
+        is_passed = (cumulative <= before[None]) & (target >= 0)[None]
+        child = jnp.sum(is_passed, axis=0, dtype=jnp.int32)
         return child, target - before
 
     def sums(rows: Array) -> Array:
@@ -803,7 +804,8 @@ def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, 
     uniform, top = jax.lax.optimization_barrier((uniform, tree[-1]))  # in this order, see descend
     cumulative = sums(top[None])
     total = cumulative[-1, 0]
-    node, target = descend(cumulative, (jnp.arange(count) + uniform[0]) / count * total)
+    share = (jnp.arange(count, dtype=jnp.float32) + uniform[0]) / count
+    node, target = descend(cumulative, share * total)
     for depth, level in enumerate(reversed(tree[:-1]), start=1):
         rows = level.reshape(-1, FANOUT).at[node].get(mode="promise_in_bounds")
         cumulative = sums(rows)
@@ -873,7 +875,7 @@ def prioritised_replay(
         row = state.cursor + k
         is_start = (k <= count - layout.window) & (row % layout.period == 0)
         new_weight = weight(jnp.where(state.max_priority > 0, state.max_priority, 1))
-        positions = row[:, None] % layout.rows * layout.envs + jnp.arange(layout.envs)
+        positions = row[:, None] % layout.rows * layout.envs + jnp.arange(layout.envs)[None]
 
         def each(x: Array) -> Array:
             return jnp.broadcast_to(x[:, None], positions.shape).reshape(-1)
@@ -946,7 +948,8 @@ def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
     Returns:
       [B] float32, above 0 to 1.
     """
-    drawn = jnp.asarray(probabilities) > 0
-    scaled = jnp.where(drawn, size * jnp.asarray(probabilities), 1)
+    probabilities, size = jnp.asarray(probabilities), jnp.asarray(size, jnp.float32)
+    drawn = probabilities > 0
+    scaled = jnp.where(drawn, size * probabilities, 1)
     weights = jnp.where(drawn, scaled ** -jnp.asarray(beta, jnp.float32), 0)
     return weights / jnp.max(weights, initial=jnp.finfo(jnp.float32).tiny)

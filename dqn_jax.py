@@ -208,8 +208,8 @@ class Result(NamedTuple):
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
-    """From `start` at step 0 to `end` at step `duration` and after it."""
-    return start + (end - start) * min(step / max(duration, 1.0), 1.0)
+    """From `start` at step 0 to exactly `end` at step `duration` and after it."""
+    return end if step >= duration else start + (end - start) * step / duration
 
 
 def epsilon_greedy(
@@ -249,7 +249,7 @@ def loss_fn(
     return jnp.mean((target - value) ** 2), value.mean()
 
 
-def store(agent: Agent, rollout: Transition, mask: Any, replay: buffers.Replay) -> Agent:
+def store(agent: Agent, rollout: Transition, mask: Any, replay: Any) -> Agent:
     """Puts the steps [S, N] of a rollout whose `mask` is set into the replay buffer."""
     items = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rollout)
     return agent._replace(replay=replay.add_batch(agent.replay, items, mask.reshape(-1)))
@@ -282,7 +282,8 @@ def train_step(
             opt_state=opt_state,
             since_target=since_target % args.target_network_frequency,
         )
-        return agent, {"losses/td_loss": loss, "losses/q_values": value}
+        metrics = {"losses/td_loss": loss, "losses/q_values": value}
+        return agent, metrics
 
     key, subkey = jax.random.split(agent.key)
     keys = jax.random.split(subkey, mask.size // args.train_frequency)
