@@ -288,7 +288,8 @@ def train_step(
     key, subkey = jax.random.split(agent.key)
     keys = jax.random.split(subkey, mask.size // args.train_frequency)
     agent, metrics = jax.lax.scan(update, agent._replace(key=key), keys)
-    return agent, jax.tree.map(jnp.mean, metrics)
+    metrics = jax.tree.map(jnp.mean, metrics)
+    return agent, metrics
 
 
 # === shared: collector ===
@@ -509,7 +510,7 @@ def train(args: Args) -> Result:
     greedy = jax.jit(lambda params, observation: q(params, observation).argmax(-1))
     step = partial(train_step, args=args, replay=replay, q=q, optimizer=optimizer)
 
-    @partial(jax.jit, donate_argnums=0, static_argnums=3)
+    @partial(jax.jit, donate_argnums=0, static_argnums=-1)
     def learn(agent: Agent, rollout: Transition, mask: Any, warm_up: bool) -> tuple:
         """The new agent, a copy of its parameters that is not donated with it, and metrics."""
         if warm_up:

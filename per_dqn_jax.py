@@ -520,7 +520,7 @@ def train(args: Args) -> Result:
     greedy = jax.jit(lambda params, observation: q(params, observation).argmax(-1))
     step = partial(train_step, args=args, replay=replay, q=q, optimizer=optimizer)
 
-    @partial(jax.jit, donate_argnums=0, static_argnums=4)
+    @partial(jax.jit, donate_argnums=0, static_argnums=-1)
     def learn(agent: Agent, rollout: Transition, mask: Any, beta: Any, warm_up: bool) -> tuple:
         """The new agent, a copy of its parameters that is not donated with it, and metrics."""
         if warm_up:

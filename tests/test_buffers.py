@@ -5,6 +5,7 @@ import doctest
 import re
 import sys
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -71,12 +72,16 @@ def start_at(state, cursor):
 
 
 class Windows(NamedTuple):
-    """The arguments of a `uniform_replay`, and all that it may draw, in plain Python."""
+    """The arguments of a replay buffer, and all that it may draw, in plain Python."""
 
     rows: int
     envs: int | None = None
     length: int | None = None
     period: int = 1
+    factory: Callable = buffers.uniform_replay
+
+    def prioritised(self):
+        return self._replace(factory=buffers.prioritised_replay)
 
     @property
     def lead(self):
@@ -118,7 +123,7 @@ class Windows(NamedTuple):
 
 @cache  # so that tests share what is compiled
 def make_replay(shape, donate):
-    return buffers.uniform_replay(
+    return shape.factory(
         shape.max_size,
         num_envs=shape.envs,
         sequence_length=shape.length,
@@ -129,8 +134,14 @@ def make_replay(shape, donate):
 
 def describe(value):
     if isinstance(value, Windows):
-        return f"{value.rows}x{value.envs or 1}-window{value.length}-period{value.period}"
+        name = f"{value.rows}x{value.envs or 1}-window{value.length}-period{value.period}"
+        return name + "-prioritised" * (value.factory is buffers.prioritised_replay)
     return None
+
+
+def both(*shapes):
+    """Those of uniform replay, and the same of prioritised replay."""
+    return [*shapes, *(shape.prioritised() for shape in shapes)]
 
 
 # ------------------------------------------------------------------ operations against plain Python
@@ -214,10 +225,10 @@ replay_operations = st.lists(
 
 
 @pytest.mark.parametrize("before_wrap", [None, 7])
-@pytest.mark.parametrize("shape", [Windows(5), Windows(5, envs=3)], ids=describe)
+@pytest.mark.parametrize("shape", both(Windows(5), Windows(5, envs=3)), ids=describe)
 @hypothesis_settings
 @given(operations=replay_operations)
-def test_uniform_replay_holds_the_newest_rows(shape, before_wrap, operations):
+def test_replay_holds_the_newest_rows(shape, before_wrap, operations):
     """Also over the wrap of the cursor: `indices` are unbounded here, and bounded in the buffer."""
     replay, envs = shape.replay(), shape.envs or 1
     first = 0 if before_wrap is None else shape.modulus - before_wrap
@@ -257,7 +268,7 @@ def test_uniform_replay_holds_the_newest_rows(shape, before_wrap, operations):
                 replay.get(state, buffer_index([gone]))
 
 
-SEQUENCES = [
+SEQUENCES = both(
     Windows(7, length=3),
     Windows(7, length=7),
     Windows(8, length=3, period=2),
@@ -266,7 +277,7 @@ SEQUENCES = [
     Windows(6, envs=3, length=2),
     Windows(6, envs=3, length=3, period=2),
     Windows(6, envs=2, length=1, period=3),
-]
+)
 
 
 @pytest.mark.parametrize("before_wrap", [None, 12])
@@ -296,7 +307,11 @@ def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):
         assert set(starts.tolist()) == set(valid)
         np.testing.assert_array_equal(windows, shape.window(starts))
         np.testing.assert_array_equal(sample.indices, starts % (shape.modulus * (shape.envs or 1)))
-        np.testing.assert_array_equal(sample.probabilities, np.float32(1) / np.float32(len(valid)))
+        if shape.factory is buffers.uniform_replay:
+            wanted = np.float32(1) / np.float32(len(valid))
+            np.testing.assert_array_equal(sample.probabilities, wanted)
+        else:  # new items are all alike
+            np.testing.assert_allclose(sample.probabilities, 1 / len(valid), rtol=1e-6)
 
 
 # ------------------------------------------------------------------------------------ distribution
@@ -364,7 +379,7 @@ def test_draws_differ_between_keys_and_repeat_for_a_key():
 
 @pytest.mark.parametrize(
     "shape",
-    [Windows(8), Windows(8, envs=3), Windows(8, length=3), Windows(8, envs=3, length=3, period=2)],
+    both(Windows(8), Windows(8, envs=3), Windows(8, length=3), Windows(8, 3, length=3, period=2)),
     ids=describe,
 )
 @pytest.mark.parametrize("added", [5, 21])
@@ -405,7 +420,7 @@ def test_update_of_a_window_is_of_the_item_it_starts_at():
 
 
 @pytest.mark.parametrize(
-    "shape", [Windows(8), Windows(8, envs=3, length=3, period=2)], ids=describe
+    "shape", both(Windows(8), Windows(8, envs=3, length=3, period=2)), ids=describe
 )
 def test_add_and_sample_is_add_batch_then_sample(shape):
     replay = shape.replay(donate=False)
@@ -423,7 +438,7 @@ def test_add_and_sample_is_add_batch_then_sample(shape):
 
 @pytest.mark.parametrize(
     "shape",
-    [Windows(6), Windows(6, envs=3), Windows(6, length=3, period=2), Windows(10, 3, 4, 5)],
+    both(Windows(6), Windows(6, envs=3), Windows(6, length=3, period=2), Windows(10, 3, 4, 5)),
     ids=describe,
 )
 def test_wrap_of_the_cursor_changes_nothing(shape):
@@ -532,6 +547,8 @@ def test_every_public_name_is_listed():
     for name in ("CircularBuffer", "Replay"):
         for field in getattr(buffers, name)._fields:
             assert re.search(rf"\b{field}\(", getattr(buffers, name).__doc__), (name, field)
+    assert buffers.PrioritisedReplay._fields[:-1] == buffers.Replay._fields
+    assert "set_priorities(state" in buffers.PrioritisedReplay.__doc__
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 1000, 65535, 65536, 65537, 10**6, 2**29 - 1, 2**29])

@@ -1,0 +1,463 @@
+"""Prioritised replay: draws in proportion to priorities, and a tree that always agrees with them."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from scipy import stats
+from test_buffers import (
+    Windows,
+    as_mask,
+    batches,
+    decode,
+    describe,
+    encode,
+    hypothesis_settings,
+    start_at,
+)
+
+import buffers
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def filled(priorities, exponent=1.0):
+    """A full buffer of ids 0, 1, ... with these priorities, and its functions."""
+    size = len(priorities)
+    replay = buffers.prioritised_replay(size, exponent)
+    state = replay.add_batch(replay.init(0), jnp.arange(size))
+    return replay, replay.set_priorities(state, np.arange(size), priorities)
+
+
+def count_draws(replay, state, draws, batch_size, at_once=1, seed=0):
+    """How often each item is drawn in batches of `batch_size`, `at_once` batches at a time."""
+
+    @jax.jit
+    def run(state, keys):
+        draw = jax.vmap(lambda key: replay.sample(state, key, batch_size).experience)
+        return jax.lax.map(draw, keys)
+
+    steps = draws // (batch_size * at_once)
+    keys = jax.random.split(jax.random.key(seed), (steps, at_once))
+    return np.bincount(np.asarray(run(state, keys)).ravel(), minlength=state.tree[0].size)
+
+
+def bins(expected):
+    """The bin of each item: one of its own, or shared by those of which few are expected."""
+    is_rare = expected < 5
+    before = np.cumsum(np.where(is_rare, expected, 0))
+    shared = np.minimum(before // 20, max(before[-1] // 20 - 1, 0)).astype(int)
+    return np.unique(
+        np.where(is_rare, shared, len(expected) + np.arange(len(expected))), return_inverse=True
+    )[1]
+
+
+def exact(priorities, exponent):
+    weights = np.float64(priorities) ** exponent
+    return weights / weights.sum()
+
+
+def spread(size, seed=0):
+    """Priorities from a gamma distribution, a tenth of them 0, float32."""
+    rng = np.random.default_rng(seed)
+    priorities = rng.gamma(0.7, size=size).astype(np.float32)
+    priorities[rng.permutation(size)[: size // 10]] = 0
+    return priorities
+
+
+def assert_inner_nodes_are_sums(tree, rtol):
+    leaves = np.asarray(tree[0], np.float64)
+    for level in tree[1:]:
+        leaves = leaves.reshape(-1, buffers.FANOUT).sum(axis=-1)
+        leaves = np.pad(leaves, (0, level.size - len(leaves)))
+        np.testing.assert_allclose(level, leaves, rtol=rtol, atol=0)
+
+
+def priorities_of(state, capacity):
+    """The leaves, of a buffer with exponent 1."""
+    return np.asarray(state.tree[0])[:capacity].tolist()
+
+
+# ------------------------------------------------------------------------------------ distribution
+
+
+@pytest.mark.parametrize(
+    ("size", "draws", "at_once"), [(10, 2**18, 2**12), (1_000, 2**20, 2**14), (10**6, 2**22, 2**16)]
+)
+@pytest.mark.parametrize("exponent", [0.6, 1.0])
+def test_draws_are_in_proportion_to_priorities(size, draws, at_once, exponent):
+    priorities = spread(size)
+    replay, state = filled(priorities, exponent)
+    expected = exact(priorities, exponent) * draws
+    # One draw a batch: those of one batch depend on each other.
+    counts = count_draws(replay, state, draws, 1, at_once)[:size]
+    assert counts.sum() == draws
+    assert counts[priorities == 0].sum() == 0
+    drawable = priorities > 0
+    bin_of = bins(expected[drawable])
+    observed = np.bincount(bin_of, counts[drawable])
+    expected = np.bincount(bin_of, expected[drawable])
+    assert len(observed) >= min(9, size)
+    assert 1e-3 < stats.chisquare(observed, expected).pvalue < 1 - 1e-6
+
+    sample = replay.sample(state, jax.random.key(1), 256)
+    wanted = exact(priorities, exponent)[np.asarray(sample.experience)]
+    np.testing.assert_allclose(sample.probabilities, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [10, 1_000, 10**6])
+def test_draws_of_a_batch_are_at_least_as_even_as_independent_ones(size):
+    priorities, draws = spread(size, seed=1), 2**20
+    replay, state = filled(priorities, 0.6)
+    expected = exact(priorities, 0.6) * draws
+    counts = count_draws(replay, state, draws, 256, 16)[:size]
+    bin_of = bins(expected)
+    observed, expected = np.bincount(bin_of, counts), np.bincount(bin_of, expected)
+    is_possible = expected > 0
+    assert observed[~is_possible].sum() == 0
+    assert stats.chisquare(observed[is_possible], expected[is_possible]).pvalue > 1e-3
+
+
+def test_a_batch_has_one_draw_from_each_equal_share():
+    replay, state = filled(np.repeat(np.float32([1, 3]), 8))
+    for seed in range(20):
+        drawn = replay.sample(state, jax.random.key(seed), 32).experience
+        # Shares of 1 in 32 of the total are 1 wide: each item in its turn, as often as it is wide.
+        np.testing.assert_array_equal(drawn, np.repeat(np.arange(16), [1] * 8 + [3] * 8))
+
+
+def dispersion(size, draws):
+    """The variance of the counts of equally likely items, over their mean: 1 for a Poisson."""
+    replay = buffers.prioritised_replay(size)
+    state = replay.add_batch(replay.init(0), jnp.arange(size))
+    counts = count_draws(replay, state, draws, 256, 4)[:size]
+    return counts.var() / counts.mean()
+
+
+def test_ten_million_items_are_drawn_alike(monkeypatch):
+    assert 0.99 < dispersion(10**7, 2 * 10**7) < 1.003
+    monkeypatch.setattr(buffers, "LEVELS_PER_DRAW", 100)  # one float32 a draw is too coarse
+    assert dispersion(10**7, 2 * 10**7) > 1.05
+
+
+@pytest.mark.parametrize("zeros", ["a tenth", "the last child of each node"])
+def test_an_item_of_priority_0_is_never_drawn(zeros):
+    size = 100_003
+    rng = np.random.default_rng(2)
+    priorities = (10.0 ** rng.uniform(-6, 6, size)).astype(np.float32)
+    if zeros == "a tenth":
+        priorities[rng.permutation(size)[: size // 10]] = 0
+        priorities[-40:] = 0
+        priorities[:3] = 0
+    else:
+        priorities[7::8] = 0
+        priorities[56:64] = priorities[448:512] = priorities[-5_000:] = 0
+    replay, state = filled(priorities)
+    counts = count_draws(replay, state, 10**7, 250, 4)
+    assert counts.sum() == 10**7
+    assert counts[: len(priorities)][priorities == 0].sum() == 0
+    assert counts[len(priorities) :].sum() == 0
+
+
+# ----------------------------------------------------------------------------------------- the tree
+
+
+@pytest.mark.parametrize(("updates", "batch"), [(100_000, 8), (10_000, 64)])
+def test_a_hundred_thousand_updates_leave_no_error_behind(updates, batch):
+    size = 2_999  # a prime: so that the positions of one batch differ
+    rng = np.random.default_rng(3)
+    replay, state = filled(np.ones(size, np.float32))
+    positions = (rng.integers(size, size=(updates, 1)) + 371 * np.arange(batch)) % size
+    positions = positions.astype(np.int32)
+    priorities = (10.0 ** rng.uniform(-3, 3, (updates, batch))).astype(np.float32)
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(state, xs):
+        return jax.lax.scan(lambda s, x: (replay.set_priorities(s, *x), None), state, xs)[0]
+
+    state = run(state, (positions, priorities))
+    wanted = np.ones(state.tree[0].size, np.float32)
+    wanted[size:] = 0
+    wanted[positions.ravel()] = priorities.ravel()  # the last value stays
+    np.testing.assert_array_equal(state.tree[0], wanted)
+    assert_inner_nodes_are_sums(state.tree, 1e-5)
+    assert state.max_priority == priorities.max()
+
+
+def test_an_item_given_twice_gets_one_of_its_priorities():
+    for size in (12, 1_000):  # where all nodes are summed, and where a few are
+        replay, state = filled(np.ones(size, np.float32))
+        state = replay.set_priorities(state, np.array([7, 3, 7, 7]), np.float32([2, 5, 3, 4]))
+        leaves = priorities_of(state, size)
+        assert leaves[7] in (2, 3, 4)
+        assert leaves[3] == 5
+        assert sum(leaves) == size - 2 + 5 + leaves[7]
+        assert_inner_nodes_are_sums(state.tree, 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0])
+def test_bad_priorities_are_ignored_inside_jit(bad):
+    replay, state = filled(np.ones(1_000, np.float32))
+    indices, priorities = np.array([7, 3, 8]), np.float32([2, bad, 0])
+    state = jax.jit(replay.set_priorities)(state, indices, priorities)
+    wanted = np.ones(1_000)
+    wanted[[7, 8]] = 2, 0
+    np.testing.assert_array_equal(priorities_of(state, 1_000), wanted)
+    assert_inner_nodes_are_sums(state.tree, 0)
+    assert state.max_priority == 2
+
+
+def test_the_tree_takes_few_bytes():
+    state = jax.eval_shape(buffers.prioritised_replay(10**6).init, 0)
+    size = sum(level.size * level.dtype.itemsize for level in state.tree)
+    assert 4 * 10**6 <= size <= 4.7 * 10**6
+
+
+# --------------------------------------------------------------------------------- stale, new, max
+
+
+def test_priorities_for_items_that_are_gone_are_ignored():
+    replay = buffers.prioritised_replay(6, 1.0)
+    state = replay.add_batch(replay.init(0), jnp.arange(6))
+    state = replay.set_priorities(state, np.arange(6), np.arange(1, 7))
+    old = replay.sample(state, jax.random.key(0), 64).indices
+    assert set(old.tolist()) == set(range(6))
+    state = replay.add_batch(state, jnp.arange(6, 10))  # over 0, ..., 3
+    assert priorities_of(state, 6) == [6, 6, 6, 6, 5, 6]
+    for set_priorities in (replay.set_priorities, jax.jit(replay.set_priorities)):
+        state = set_priorities(state, old, 10 + old.astype(jnp.float32))
+        assert priorities_of(state, 6) == [6, 6, 6, 6, 14, 15]
+    assert state.max_priority == 15  # and not more for those that are gone
+    not_yet = np.array([-1, 10, 11, 2**31 - 1])
+    assert priorities_of(replay.set_priorities(state, not_yet, np.full(4, 99.0)), 6)[0] == 6
+
+
+def test_priorities_for_windows_that_are_gone_are_ignored():
+    replay = buffers.prioritised_replay(8, 1.0, sequence_length=3, period=2)
+    state = replay.add_batch(replay.init(0), jnp.arange(8))
+    assert priorities_of(state, 8) == [1, 0, 1, 0, 1, 0, 0, 0]
+    old = jnp.array([0, 2, 4])
+    state = replay.set_priorities(state, old, jnp.array([2.0, 3.0, 4.0]))
+    state = replay.add(state, 8)  # window 6, ..., 8 is complete, that at 0 has lost its first item
+    assert priorities_of(state, 8) == [0, 0, 3, 0, 4, 0, 4, 0]
+    no_window = jnp.array([1, 3, 5, 7, 8])
+    state = replay.set_priorities(state, no_window, jnp.full(5, 99.0))
+    state = replay.set_priorities(state, old, jnp.array([50.0, 6.0, 7.0]))
+    assert priorities_of(state, 8) == [0, 0, 6, 0, 7, 0, 4, 0]
+    assert state.max_priority == 7
+
+
+def test_new_items_get_the_largest_priority_ever_set():
+    replay = buffers.prioritised_replay(6, 1.0)
+    state = replay.add_batch(replay.init(0), jnp.arange(2))
+    assert priorities_of(state, 6) == [1, 1, 0, 0, 0, 0]
+    state = replay.set_priorities(state, np.array([0, 1]), np.array([0.0, 0.25]))
+    state = replay.add(state, 2)  # also if that is less than 1
+    assert priorities_of(state, 6) == [0, 0.25, 0.25, 0, 0, 0]
+    state = replay.set_priorities(state, np.array([0, 1]), np.array([8.0, 3.0]))
+    state = replay.set_priorities(state, np.array([0, 1]), np.array([2.0, 0.0]))
+    state = replay.add_batch(state, jnp.arange(2), np.array([False, True]))  # ever: 8, not 3
+    assert priorities_of(state, 6) == [2, 0, 0.25, 8, 0, 0]
+    bad = np.array([1, 2, 3, 4]), np.float32([np.nan, np.inf, -9, 99])
+    state = jax.jit(replay.set_priorities)(state, *bad)
+    assert priorities_of(replay.add(state, 4), 6) == [2, 0, 0.25, 8, 8, 0]
+
+
+# ------------------------------------------------------------------------- against a plain dictionary
+
+TREE_SHAPES = [
+    Windows(7),
+    Windows(9, length=3),
+    Windows(8, length=3, period=2),
+    Windows(8, length=4, period=4),
+    Windows(6, length=5, period=3),  # at times full with nothing to draw
+    Windows(5, envs=3),
+    Windows(6, envs=3, length=2),
+    Windows(6, envs=2, length=1, period=3),
+    Windows(40, envs=4, length=2, period=2),  # more than one level
+]
+
+tree_operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), batches(1, 3, 10)),
+        st.tuples(
+            st.just("set"),
+            st.lists(
+                st.tuples(st.integers(0, 999), st.sampled_from([0.0, 0.01, 0.5, 2.0, 7.0])),
+                min_size=4,
+                max_size=4,
+            ),
+        ),
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("before_wrap", [None, 12])
+@pytest.mark.parametrize("shape", TREE_SHAPES, ids=describe)
+@settings(hypothesis_settings, max_examples=30)
+@given(operations=tree_operations)
+def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
+    """Against {id of the first item: priority} of all windows that can be drawn."""
+    replay, envs = shape.prioritised().replay(), shape.envs or 1
+    first = total = 0 if before_wrap is None else shape.modulus - before_wrap
+    state = start_at(replay.init(encode(0)), first)
+    model, largest = {}, 0.0
+    for name, argument in operations:
+        if name == "add":
+            length, mask = argument
+            keep = np.array([True] * length if mask is None else mask)
+            ids = np.full((length, *shape.lead), -1)
+            ids[keep] = shape.ids(total, keep.sum())
+            total += int(keep.sum())
+            state = replay.add_batch(state, encode(ids), as_mask(mask))
+            model = {i: model.get(i, largest or 1.0) for i in shape.valid(first, total)}
+        else:
+            # Items of now, of before, and of no time; one of those twice or more.
+            low = max(first - 1, total - 2 * shape.rows) * envs
+            high = (total + 2) * envs
+            given = {low + at % (high - low): priority for at, priority in argument}
+            known = {i: priority for i, priority in given.items() if i in model}
+            model |= known
+            largest = max([largest, *known.values()])
+            pairs = (list(given.items()) * 4)[:4]
+            indices = np.array([i for i, _ in pairs]) % (shape.modulus * envs)
+            state = replay.set_priorities(state, indices, [priority for _, priority in pairs])
+
+        wanted = np.zeros(state.tree[0].size)
+        for i, priority in model.items():
+            wanted[i % shape.max_size] = priority**0.6
+        np.testing.assert_allclose(state.tree[0], wanted, rtol=1e-6, atol=0)
+        assert_inner_nodes_are_sums(state.tree, 1e-6)
+        assert replay.can_sample(state) == (wanted.sum() > 0)
+        if wanted.sum() > 0:
+            sample = replay.sample(state, jax.random.key(total), 64)
+            windows = decode(sample.experience)
+            starts = windows if shape.length is None else windows[:, 0]
+            np.testing.assert_array_equal(windows, shape.window(starts))
+            np.testing.assert_array_equal(sample.indices, starts % (shape.modulus * envs))
+            of_each = wanted[starts % shape.max_size] / wanted.sum()
+            np.testing.assert_allclose(sample.probabilities, of_each, rtol=2e-6)
+            assert (of_each > 0).all()
+
+
+# ------------------------------------------------------------------------- exponents, large, small
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 0.0, 0.4])
+def test_exponents(exponent):
+    priorities = np.float32([0, 1, 2, 3, 0.5, 0])
+    replay, state = filled(priorities, exponent)
+    weights = np.float64(priorities) ** exponent
+    np.testing.assert_allclose(state.tree[0][:6], weights, rtol=1e-6)
+    counts = count_draws(replay, state, 2**14, 1, 2**10)[:6]
+    is_drawn = weights > 0
+    assert (counts[~is_drawn] == 0).all()
+    expected = exact(priorities, exponent) * 2**14
+    assert stats.chisquare(counts[is_drawn], expected[is_drawn]).pvalue > 1e-3
+    assert replay.add(state, 6).tree[0][0] == np.float32(3.0) ** np.float32(exponent)
+
+
+@pytest.mark.parametrize("exponent", [1, 2, 0.6])
+@pytest.mark.parametrize("priority", [3e38, 1e38, 1e19, 1e-10, 1e-17])
+def test_large_and_small_priorities_are_drawn(priority, exponent):
+    size = 1_000
+    priorities = np.full(size, priority, np.float32)
+    priorities[::10] = 0
+    replay, state = filled(priorities, exponent)
+    assert all(np.isfinite(level).all() for level in state.tree)
+    assert replay.can_sample(state)
+    counts = count_draws(replay, state, 2**16, 256, 4)[:size]
+    assert counts[::10].sum() == 0
+    assert stats.chisquare(counts[priorities > 0]).pvalue > 1e-3
+    sample = replay.sample(state, jax.random.key(0), 256)
+    np.testing.assert_allclose(sample.probabilities, 1 / 900, rtol=1e-5)
+    state = replay.add_batch(state, jnp.arange(size))  # with the largest: all of them
+    assert all(np.isfinite(level).all() for level in state.tree)
+    assert replay.can_sample(state)
+
+
+# ------------------------------------------------------------------------------- importance weights
+
+
+def test_importance_weights_by_hand():
+    weights = buffers.importance_weights(np.float32([0.1, 0.4, 0.5]), 10, 0.5)
+    # (10 P)**-0.5 is 1, 1 / 2, 1 / sqrt(5); the largest is 1
+    np.testing.assert_allclose(weights, [1, 0.5, 5**-0.5], rtol=1e-6)
+    assert weights.dtype == jnp.float32
+    weights = buffers.importance_weights(np.float32([0.2, 0.4, 0]), 10, 1)
+    np.testing.assert_allclose(weights, [1, 0.5, 0], rtol=1e-6)
+    assert buffers.importance_weights(jnp.array([0.1, 0.4, 0.5]), 10, 0.0).tolist() == [1, 1, 1]
+    assert buffers.importance_weights(jnp.array([0.1, 0.0]), 10, 0.0).tolist() == [1, 0]
+    assert buffers.importance_weights(jnp.zeros(2), 10, 0.5).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_importance_weights_undo_the_priorities(beta):
+    priorities = spread(1_000)
+    replay, state = filled(priorities, 0.6)
+
+    @jax.jit
+    def weigh(state, beta):
+        sample = replay.sample(state, jax.random.key(0), 64)
+        return sample, buffers.importance_weights(sample.probabilities, replay.size(state), beta)
+
+    sample, weights = weigh(state, beta)
+    wanted = (1_000 * exact(priorities, 0.6)[np.asarray(sample.experience)]) ** -beta
+    np.testing.assert_allclose(weights, wanted / wanted.max(), rtol=1e-5)
+    assert weights.max() == 1
+
+
+# ------------------------------------------------------------------------------------- blind cliff
+
+STATES = 16
+
+
+def cliff_memory():
+    """Every transition of all sequences of STATES actions, each until its first wrong action."""
+    state = np.concatenate([np.full(2 ** (STATES - i), i, np.int32) for i in range(STATES)])
+    is_right = np.concatenate([np.arange(2 ** (STATES - i)) % 2 for i in range(STATES)])
+    order = np.random.default_rng(4).permutation(len(state))
+    return {"state": state[order], "action": is_right.astype(np.int32)[order]}
+
+
+def updates_until_learnt(replay, exact_draws, cap, at_once, seed):
+    """How many steps of Q-learning it takes to know all values; `cap` if more."""
+    gamma = 1 - 1 / STATES
+    true = jnp.stack([jnp.zeros(STATES), gamma ** jnp.arange(STATES - 1.0, -1, -1)], axis=1)
+    memory = cliff_memory()
+    state = replay.add_batch(replay.init(jax.tree.map(lambda x: x[0], memory)), memory)
+
+    def step(carry, item):
+        values, steps, is_learnt = carry
+        s, a = item["state"], item["action"]
+        is_last = s == STATES - 1
+        reward = jnp.where(is_last & (a == 1), 1.0, 0.0)
+        goes_on = (a == 1) & ~is_last
+        target = reward + gamma * goes_on * values[jnp.minimum(s + 1, STATES - 1)].max()
+        error = target - values[s, a]
+        values = values.at[s, a].add(error / 4)
+        steps += ~is_learnt
+        return (values, steps, is_learnt | (jnp.mean((values - true) ** 2) < 1e-3)), error
+
+    def turn(carry):
+        state, key, learner = carry
+        key, draw_key = jax.random.split(key)
+        sample = replay.sample(state, draw_key, at_once)
+        learner, errors = jax.lax.scan(step, learner, sample.experience)
+        if exact_draws:
+            state = replay.set_priorities(state, sample.indices, jnp.abs(errors) + 1e-6)
+        return state, key, learner
+
+    @jax.jit
+    def run(state, key):
+        key, start = jax.random.split(key)
+        learner = 0.1 * jax.random.normal(start, (STATES, 2)), jnp.int32(0), jnp.bool(False)
+        is_on = lambda carry: ~carry[2][2] & (carry[2][1] < cap)  # noqa: E731
+        return jax.lax.while_loop(is_on, turn, (state, key, learner))[2][1]
+
+    return int(run(state, jax.random.key(seed)))
