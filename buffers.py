@@ -17,16 +17,17 @@ arrays and nothing else, so it can be jitted, vmapped, sharded, donated and chec
     (128, 4)
 
 Storage is a ring of rows. A row is one time step of all environments: every leaf of the storage
-has shape [T, N, ...]. A buffer of single items is the case N = 1. Every factory is that ring, one
-way to choose where a sample starts, and one gather.
+has shape [T, N, ...]. A buffer of single items is the case N = 1, and a clustered buffer has K such
+rings after each other, [K * T, N, ...]. Every factory is that ring, one way to choose where a
+sample starts, and one gather.
 
-Shape letters: T rows of the ring (time), N environments, L rows added, B batch drawn,
+Shape letters: T rows of the ring (time), N environments, K clusters, L rows added, B batch drawn,
 W steps in a window (`sequence_length`).
 
 An *index* names an item for as long as it is held: it counts the rows ever written, modulo a
-bounded multiple of T (so nothing overflows), times N, plus the environment. The slot that an index
-refers to is its row modulo T; whether the slot has been overwritten since is arithmetic, not
-bookkeeping (`_is_held`).
+bounded multiple of T (so nothing overflows), times N, plus the environment; that times K, plus the
+cluster. The slot that an index refers to is its row modulo T; whether the slot has been overwritten
+since is arithmetic, not bookkeeping (`_is_held`).
 
 Mistakes. Wrong structures, shapes, dtypes and sizes raise when a function is traced. Mistakes that
 depend on values (sampling an empty buffer, popping too much, an index that is gone) raise
@@ -62,7 +63,9 @@ __all__ = [
     "RingState",
     "Sample",
     "circular_buffer",
+    "clustered_replay",
     "importance_weights",
+    "n_step_transition",
     "prioritised_replay",
     "uniform_replay",
 ]
@@ -162,6 +165,7 @@ class Replay(NamedTuple):
     update: Callable[..., RingState]
     size: Callable[[RingState], Array]
     can_sample: Callable[[RingState], Array]
+    core: Core  # for `clustered_replay`
 
 
 class PrioritisedReplay(NamedTuple):
@@ -187,6 +191,7 @@ class PrioritisedReplay(NamedTuple):
     update: Callable[..., PrioritisedState]
     size: Callable[[PrioritisedState], Array]
     can_sample: Callable[[PrioritisedState], Array]
+    core: Core
     set_priorities: Callable[[PrioritisedState, Any, Any], PrioritisedState]
 
 
@@ -270,7 +275,9 @@ def _check_items(
 
 
 def _check_mask(mask: Any, rows: int) -> None:
-    """Raises unless `mask` is a bool array [rows]."""
+    """Raises unless `mask` is None or a bool array [rows]."""
+    if mask is None:
+        return
     given = f"{mask.dtype}{mask.shape}" if hasattr(mask, "dtype") else type(mask).__name__
     if given != f"bool({rows},)":
         raise ValueError(f"add_batch: mask is {given}, expected bool and ({rows},): a flag a row")
@@ -289,16 +296,17 @@ class Layout(NamedTuple):
     streams: bool  # whether items given to `add` have the axis N
     sequences: bool  # whether samples have the axis W
     debug: bool  # whether checks of traced values are left in for checkify
+    clusters: int = 1  # K, rings of the sizes above
 
     @property
     def capacity(self) -> int:
-        """Items that fit: T * N."""
+        """Items that fit, of one cluster: T * N."""
         return self.rows * self.envs
 
     @property
     def modulus(self) -> int:
         """The cursor counts modulo this: a multiple of T such that an index stays below 2**30."""
-        return 2**30 // self.capacity * self.rows
+        return 2**30 // (self.capacity * self.clusters) * self.rows
 
 
 def _layout(
@@ -339,14 +347,14 @@ def _layout(
     )
 
 
-def _empty(layout: Layout, item: PyTree) -> RingState:
-    like = _item_like(item)
-    lead = (layout.rows, layout.envs)
-    return RingState(
-        storage=jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), like),
-        cursor=jnp.int32(0),
-        size=jnp.int32(0),
-    )
+def _empty(layout: Layout) -> RingState:
+    """The state of an empty ring, but for its storage."""
+    return RingState(storage=(), cursor=jnp.int32(0), size=jnp.int32(0))
+
+
+def _empty_storage(layout: Layout, item: PyTree) -> PyTree:
+    lead = (layout.rows * layout.clusters, layout.envs)
+    return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), _item_like(item))
 
 
 def _row(layout: Layout, ring: State, item: PyTree) -> PyTree:
@@ -371,51 +379,70 @@ def _rows(layout: Layout, ring: State, items: PyTree) -> PyTree:
     return jax.tree.map(lambda x, s: jnp.reshape(x, (count, *s.shape[1:])), items, ring.storage)
 
 
-def _write(layout: Layout, ring: State, rows: PyTree, mask: Array | None = None) -> State:
-    """`rows`, leaves [L, N, ...], after the newest; those with a False `mask` [L] left out."""
-    count: Any = jax.tree.leaves(rows)[0].shape[0]
-    # `rank` is the place of a row among those stored. Rows that are left out, or that newer ones of
-    # the same batch would overwrite, get slots past the end, which the scatter drops.
+def _advance(layout: Layout, ring: State, items: PyTree, mask: Any = None) -> tuple[State, Array]:
+    """The state after `items` [L, ...], but for its storage, and the slot [L] of each row.
+
+    Rows that are left out, their `mask` [L] being False, or that newer ones of the same batch would
+    overwrite, get slots past the end, all different, which `_put` drops.
+    """
+    length = _length(items)
+    rank: Any = np.arange(length, dtype=np.int32)
+    count: Any = np.int32(length)
     if mask is None:
-        first = max(count - layout.rows, 0)
-        rows = jax.tree.map(lambda x: x[first:], rows)
-        slot = (ring.cursor + jnp.arange(first, count)) % layout.rows
+        keep = rank >= count - layout.rows
     else:
-        _check_mask(mask, count)
-        past_end = layout.rows + jnp.arange(count)
         rank, count = jnp.cumsum(mask, dtype=jnp.int32) - 1, jnp.sum(mask, dtype=jnp.int32)
         keep = mask & (rank >= count - layout.rows)
-        slot = jnp.where(keep, (ring.cursor + rank) % layout.rows, past_end)
-    return ring._replace(
-        # A scatter and not dynamic_update_slice: XLA does it in place for a block that wraps, too.
-        storage=jax.tree.map(
-            lambda s, x: s.at[slot].set(x.astype(s.dtype), mode="drop", unique_indices=True),
-            ring.storage,
-            rows,
-        ),
-        cursor=(ring.cursor + count) % layout.modulus,
-        size=jnp.minimum(ring.size + count, layout.rows),
+    past_end = layout.rows * layout.clusters + np.arange(length, dtype=np.int32)
+    slot = jnp.where(keep, (ring.cursor + rank) % layout.rows, past_end)
+    cursor = (ring.cursor + count) % layout.modulus
+    return ring._replace(cursor=cursor, size=jnp.minimum(ring.size + count, layout.rows)), slot
+
+
+def _put(storage: PyTree, slot: Array, rows: PyTree) -> PyTree:
+    """Writes row [L, N, ...] to `slot` [L]."""
+    # A scatter and not dynamic_update_slice: XLA does it in place for a block that wraps, too.
+    return jax.tree.map(
+        lambda s, x: s.at[slot].set(x.astype(s.dtype), mode="drop", unique_indices=True),
+        storage,
+        rows,
     )
 
 
-def _is_held(layout: Layout, cursor: Any, size: Any, indices: Any, window: int = 1) -> Any:
-    """Whether the `window` rows from each index are stored. Works on JAX and NumPy arrays."""
-    age = (cursor - indices // layout.envs) % layout.modulus  # 1: the newest row
-    exists = (indices >= 0) & (indices < layout.modulus * layout.envs)
+def _position(layout: Layout, indices: Array) -> Array:
+    """Where the item of each index stands in `_flat` storage."""
+    cluster, index = indices % layout.clusters, indices // layout.clusters
+    return cluster * layout.capacity + index % layout.capacity
+
+
+def _is_held(layout: Layout, cursor: Any, size: Any, index: Any, window: int = 1) -> Any:
+    """Whether the `window` rows from each index of one ring are stored. JAX or NumPy arrays."""
+    age = (cursor - index // layout.envs) % layout.modulus  # 1: the newest row
+    exists = (index >= 0) & (index < layout.modulus * layout.envs)
     return exists & (age >= window) & (age <= size)
+
+
+def _is_stored(layout: Layout, state: State, indices: Any, window: int = 1) -> Any:
+    """The same of whichever ring each index is of, on the host if nothing is traced."""
+    cursor, size, indices = _host(state.cursor), _host(state.size), _host(indices)
+    cluster, index = indices % layout.clusters, indices // layout.clusters
+    if cursor.ndim:
+        cursor, size = cursor[cluster], size[cluster]
+    return _is_held(layout, cursor, size, index, window)
 
 
 def _check_state(layout: Layout, state: State) -> None:
     shape = jax.tree.leaves(state.storage)[0].shape[:2]
-    if shape != (layout.rows, layout.envs):
+    expected = (layout.rows * layout.clusters, layout.envs)
+    if shape != expected:
         raise ValueError(
             f"the state holds {shape[0]} rows of {shape[1]} environments, this buffer "
-            f"{layout.rows} of {layout.envs}: it was made by another one's init"
+            f"{expected[0]} of {expected[1]}: it was made by another one's init"
         )
 
 
 def _flat(leaf: Array) -> Array:
-    """[T, N, ...] as [T * N, ...] (no copy): the item of index i stands at i % (T * N)."""
+    """[T, N, ...] as [T * N, ...], without a copy."""
     return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
@@ -423,9 +450,9 @@ def _gather(layout: Layout, ring: State, indices: Array) -> PyTree:
     """The item at each index; in a buffer of sequences the W items from it, on an axis after."""
     _check_state(layout, ring)
     if layout.sequences:
-        steps = layout.envs * jnp.arange(layout.window)
+        steps = layout.envs * layout.clusters * jnp.arange(layout.window)
         indices = jnp.expand_dims(indices, -1) + jnp.expand_dims(steps, range(indices.ndim))
-    position = indices % layout.capacity
+    position = _position(layout, indices)
     return jax.tree.map(lambda s: _flat(s).at[position].get(mode="promise_in_bounds"), ring.storage)
 
 
@@ -438,16 +465,18 @@ def _update(
         if args:
             raise TypeError("update: args go with indices, a row for each; got no indices")
         new = jax.vmap(fn)(items)
-        _check_items("update: fn's result", state.storage, new, (layout.capacity,), "max_size, ")
+        lead = (layout.capacity * layout.clusters,)
+        _check_items("update: fn's result", state.storage, new, lead, "max_size, ")
         new = jax.tree.map(lambda s, x: x.astype(s.dtype).reshape(s.shape), state.storage, new)
     else:
         if indices.ndim != 1:
             raise ValueError(f"update: indices must have shape [B], got {indices.shape}")
-        position = indices % layout.capacity
+        position = _position(layout, indices)
         new = jax.vmap(fn)(jax.tree.map(lambda x: x[position], items), *args)
         _check_items("update: fn's result", state.storage, new, position.shape, "indices, ")
-        held = _is_held(layout, state.cursor, state.size, indices)
-        slot, env = jnp.where(held, position // layout.envs, layout.rows), position % layout.envs
+        held = _is_stored(layout, state, indices)
+        past_end = layout.rows * layout.clusters
+        slot, env = jnp.where(held, position // layout.envs, past_end), position % layout.envs
         new = jax.tree.map(
             lambda s, x: s.at[slot, env].set(x.astype(s.dtype), mode="drop"), state.storage, new
         )
@@ -478,15 +507,20 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
 
     @jax.jit
     def init(item: PyTree) -> RingState:
-        return _empty(layout, item)
+        return _empty(layout)._replace(storage=_empty_storage(layout, item))
 
     @partial(jax.jit, **donated)
     def add(state: RingState, item: PyTree) -> RingState:
-        return _write(layout, state, _row(layout, state, item))
+        row = _row(layout, state, item)
+        new, slot = _advance(layout, state, row)
+        return new._replace(storage=_put(state.storage, slot, row))
 
     @partial(jax.jit, **donated)
     def add_batch(state: RingState, items: PyTree, mask: Array | None = None) -> RingState:
-        return _write(layout, state, _rows(layout, state, items), mask)
+        rows = _rows(layout, state, items)
+        _check_mask(mask, _length(items))
+        new, slot = _advance(layout, state, items, mask)
+        return new._replace(storage=_put(state.storage, slot, rows))
 
     def index(state: RingState, i: Array) -> Array:
         """The index of the i-th oldest item, or -1."""
@@ -598,52 +632,79 @@ def _at_most(x: Any, most: int) -> Any:
     return (jnp if isinstance(x, jax.core.Tracer) else np).minimum(x, np.int32(most))
 
 
-def _any_start(layout: Layout, state: State, added: int = 0) -> Any:
-    """Whether there is a window to draw, `added` rows from now; traced or on the host."""
-    cursor, size = _host(state.cursor) + np.int32(added), _host(state.size) + np.int32(added)
-    return _starts(layout, cursor, _at_most(size, layout.rows))[0] > 0
+def _any_start(layout: Layout, state: State, added: Any = None) -> Any:
+    """Whether there is a window to draw, `added` rows from now; on the host if not traced."""
+    cursor, size = _host(state.cursor), _host(state.size)
+    if added is not None:
+        cursor, size = cursor + added, _at_most(size + added, layout.rows)
+    return _starts(layout, cursor, size)[0] > 0
 
 
-def _replay(
-    layout: Layout,
-    donate: bool,
-    empty: Callable[[Layout, PyTree], Any] = _empty,
-    write: Callable[..., Any] = _write,
-    choose: Callable[[Layout, Any, Array, int], tuple[Array, Array]] = _uniform,
-    drawable: Callable[..., Any] = _any_start,
-) -> Replay:
-    """A replay buffer: the ring and the gather, with a way to choose indices.
+class Core(NamedTuple):
+    """What makes one kind of replay buffer. A `state` here is one whose storage is left out."""
 
-    `empty` and `write` are those of the ring with what else the state keeps up to date;
-    `choose(layout, state, key, B)` gives indices and probabilities [B]; `drawable(layout, state,
-    added)` whether it can, once as many more rows are added, on the host if not traced.
-    """
-    donated = _donate(donate)
+    layout: Layout
+    # (layout) -> state
+    empty: Callable[..., State] = _empty
+    # (layout, state, items [L, ...], mask [L] or None) -> state, slots [L] for `_put`
+    advance: Callable[..., tuple[State, Array]] = _advance
+    # (layout, state, key, B) -> indices [B], probabilities [B]
+    choose: Callable[..., tuple[Array, Array]] = _uniform
+    # (layout, state, added) -> whether there is anything to draw, `added` rows from now
+    drawable: Callable[..., Any] = _any_start
+    # (layout, state, indices [B], priorities [B]) -> state
+    set_priorities: Callable[..., State] | None = None
+    # (name of the function, items [L, ...], mask) -> rows that go to each ring; raises ValueError
+    arriving: Callable[..., Any] | None = None
 
-    def check_can_sample(name: str, state: State, added: int = 0) -> None:
+
+def _replay(core: Core, donate: bool) -> Any:
+    """The `Replay`, or `PrioritisedReplay`: the ring and the gather with this core."""
+    layout, donated = core.layout, _donate(donate)
+
+    def check_can_sample(name: str, state: State, added: Any = None) -> None:
         if _is_checked(layout, state.size):
             message = (
                 f"{name}: nothing to draw, {{size}} steps held and a draw takes {layout.window} "
                 f"from a multiple of {layout.period} on, of a priority above 0 if there are any: "
                 "add more, or ask can_sample"
             )
-            size = _at_most(_host(state.size) + np.int32(added), layout.rows)
-            _check(drawable(layout, state, added), message, size=size)
+            size = _host(state.size)
+            size = size if added is None else _at_most(size + added, layout.rows)
+            _check(core.drawable(layout, state, added).any(), message, size=size.sum())
 
     @jax.jit
-    def init(item: PyTree) -> Any:
-        return empty(layout, item)
+    def init(item: PyTree) -> State:
+        return core.empty(layout)._replace(storage=_empty_storage(layout, item))
+
+    def write(state: State, items: PyTree, rows: PyTree, mask: Any = None) -> State:
+        new, slot = core.advance(layout, state._replace(storage=()), items, mask)
+        return new._replace(storage=_put(state.storage, slot, rows))
 
     @partial(jax.jit, **donated)
+    def add_jit(state: State, item: PyTree) -> State:
+        row = _row(layout, state, item)
+        return write(state, jax.tree.map(lambda x: jnp.expand_dims(x, 0), item), row)
+
+    @partial(jax.jit, **donated)
+    def add_batch_jit(state: State, items: PyTree, mask: Array | None = None) -> State:
+        _check_mask(mask, _length(items))
+        return write(state, items, _rows(layout, state, items), mask)
+
     def add(state: State, item: PyTree) -> State:
-        return write(layout, state, _row(layout, state, item))
+        if core.arriving:
+            core.arriving("add", jax.tree.map(lambda x: jnp.expand_dims(x, 0), item))
+        return add_jit(state, item)
 
-    @partial(jax.jit, **donated)
     def add_batch(state: State, items: PyTree, mask: Array | None = None) -> State:
-        return write(layout, state, _rows(layout, state, items), mask)
+        if core.arriving:
+            core.arriving("add_batch", items, mask)
+        return add_batch_jit(state, items, mask)
 
     def draw(state: State, key: Array, batch_size: int) -> Sample:
-        indices, probabilities = choose(layout, state, key, batch_size)
+        _check_state(layout, state)
+        known = state._replace(storage=())
+        indices, probabilities = core.choose(layout, known, key, batch_size)
         return Sample(_gather(layout, state, indices), indices, probabilities)
 
     sample_jit = jax.jit(draw, static_argnames="batch_size")
@@ -656,19 +717,20 @@ def _replay(
     def add_and_sample_jit(
         state: State, items: PyTree, key: Array, batch_size: int
     ) -> tuple[State, Sample]:
-        state = write(layout, state, _rows(layout, state, items))
+        state = write(state, items, _rows(layout, state, items))
         return state, draw(state, key, batch_size)
 
     def add_and_sample(
         state: State, items: PyTree, key: Array, batch_size: int
     ) -> tuple[State, Sample]:
-        check_can_sample("add_and_sample", state, _length(items))
+        name = "add_and_sample"
+        added = core.arriving(name, items) if core.arriving else np.int32(_length(items))
+        check_can_sample(name, state, added)
         return add_and_sample_jit(state, items, key, _positive("batch_size", batch_size))
 
     def check_indices(name: str, state: State, indices: Any, window: int) -> None:
         if _is_checked(layout, state.size, indices):
-            i, cursor, size = _host(indices), _host(state.cursor), _host(state.size)
-            held = _is_held(layout, cursor, size, i, window)
+            held = _is_stored(layout, state, indices, window)
             _check(held.all(), f"{name}: an index is not in the buffer (any more)")
 
     get_jit = jax.jit(partial(_gather, layout))
@@ -680,7 +742,7 @@ def _replay(
 
     update_jit = jax.jit(partial(_update, layout), static_argnames="fn", **donated)
 
-    def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> Any:
+    def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
         if indices is not None:
             indices = jnp.atleast_1d(_indices("update", indices))
             check_indices("update", state, indices, 1)
@@ -688,13 +750,43 @@ def _replay(
 
     @jax.jit
     def size(state: State) -> Array:
-        return state.size * layout.envs
+        return state.size.sum() * layout.envs
 
     @jax.jit
     def can_sample(state: State) -> Array:
-        return drawable(layout, state)
+        return core.drawable(layout, state).any()
 
-    return Replay(init, add, add_batch, sample, add_and_sample, get, update, size, can_sample)
+    if not core.arriving:
+        add, add_batch = add_jit, add_batch_jit
+    functions = (init, add, add_batch, sample, add_and_sample, get, update, size, can_sample)
+    weigh = core.set_priorities
+    if weigh is None:
+        return Replay(*functions, core)
+
+    @partial(jax.jit, **donated)
+    def set_priorities_jit(state: State, indices: Any, priorities: Any) -> State:
+        indices, priorities = indices.reshape(-1), priorities.reshape(-1).astype(jnp.float32)
+        return weigh(layout, state, indices, priorities)
+
+    def set_priorities(state: State, indices: Any, priorities: Any) -> State:
+        _check_state(layout, state)
+        indices = _indices("set_priorities", indices)
+        if not isinstance(priorities, jax.Array):
+            priorities = np.asarray(priorities, np.float32)
+        if priorities.shape != indices.shape or indices.ndim > 1:
+            raise ValueError(
+                f"set_priorities: indices and priorities must have the same shape [B], got "
+                f"{indices.shape} and {priorities.shape}"
+            )
+        if _is_checked(layout, priorities):
+            given = _host(priorities)
+            ok = ((given >= 0) & (given < np.inf)).all()
+            _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
+        # Without the storage, which does not change: to pass an array costs a microsecond.
+        new = set_priorities_jit(state._replace(storage=()), indices, priorities)
+        return new._replace(storage=state.storage)
+
+    return PrioritisedReplay(*functions, core, set_priorities)
 
 
 # ----------------------------------------------------------------------------------------- uniform
@@ -728,7 +820,7 @@ def uniform_replay(
       TypeError, ValueError: a size is not an int of at least 1, `max_size` is not a multiple of
         num_envs * period or exceeds 2**29, or a window is longer than what is held.
     """
-    return _replay(_layout(max_size, num_envs, sequence_length, period, debug), donate)
+    return _replay(Core(_layout(max_size, num_envs, sequence_length, period, debug)), donate)
 
 
 # ---------------------------------------------------------------------------------------- sum tree
@@ -773,45 +865,46 @@ def _tree_set(
     return tuple(levels)
 
 
+def _sums(weights: Array) -> Array:
+    """[F, B], the sums of the first 1, 2, ..., F of each of `weights` [B, F].
+
+    A product with a triangle of ones: faster than cumsum, which XLA makes of many small steps. Each
+    sum adds up the same terms in the same order: where a weight is 0 it equals the one before.
+    """
+    ones = np.tri(weights.shape[1], dtype=np.float32)
+    return jnp.einsum("fk,bk->fb", ones, weights, precision=jax.lax.Precision.HIGHEST)
+
+
+def _choose(sums: Array, target: Array) -> tuple[Array, Array]:
+    """In whose share of `sums` [F, B] `target` [B] lies, 0 to F - 1, and how far in it.
+
+    Never in that of a weight 0; where all are 0 the first.
+    """
+    # Below the total, whatever was rounded; of a total of 0, below 0.
+    tiny, epsilon = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).eps
+    target = jnp.minimum(target, sums[-1] * (1 - epsilon) - tiny)
+    # One after the other: XLA would give two small reductions to two threads.
+    before = jnp.max(jnp.where(sums <= target[None], sums, 0), axis=0)
+    is_passed = (sums <= before[None]) & (target >= 0)[None]
+    return jnp.sum(is_passed, axis=0, dtype=jnp.int32), target - before
+
+
 def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, Array]:
     """Positions [B] drawn in proportion to their weights, one from each of B equal shares.
 
     Stratified as in Schaul et al. 2016, section 3.3. Returns the positions and their
     probabilities; position 0 and probability 0 if all weights are 0.
     """
-
-    def descend(cumulative: Array, target: Array) -> tuple[Array, Array]:
-        """The child [B] in whose share of `cumulative` [F, B] `target` lies, and the rest of it."""
-        # Below the total, whatever was rounded, so that no child of weight 0 at the end is chosen.
-        # Those before are not, since equal terms have equal sums. A total of 0 gives child 0.
-        tiny, epsilon = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).eps
-        target = jnp.minimum(target, cumulative[-1] * (1 - epsilon) - tiny)
-        # One after the other: XLA would give two small reductions to two threads.
-        before = jnp.max(jnp.where(cumulative <= target[None], cumulative, 0), axis=0)
-        is_passed = (cumulative <= before[None]) & (target >= 0)[None]
-        child = jnp.sum(is_passed, axis=0, dtype=jnp.int32)
-        return child, target - before
-
-    def sums(rows: Array) -> Array:
-        """[F, B], the sums of the first 1, 2, ..., F of each of `rows` [B, F].
-
-        A product with a triangle of ones: faster than cumsum, which XLA makes of many small steps.
-        """
-        ones = np.tri(rows.shape[1], dtype=np.float32)
-        return jnp.einsum("fk,bk->fb", ones, rows, precision=jax.lax.Precision.HIGHEST)
-
     uniform = jax.random.uniform(key, (-(-len(tree) // LEVELS_PER_DRAW), count))
-    uniform, top = jax.lax.optimization_barrier((uniform, tree[-1]))  # in this order, see descend
-    cumulative = sums(top[None])
-    total = cumulative[-1, 0]
+    sums = _sums(tree[-1][None])
+    total = sums[-1, 0]
     share = (jnp.arange(count, dtype=jnp.float32) + uniform[0]) / count
-    node, target = descend(cumulative, share * total)
+    node, target = _choose(sums, share * total)
     for depth, level in enumerate(reversed(tree[:-1]), start=1):
-        rows = level.reshape(-1, FANOUT).at[node].get(mode="promise_in_bounds")
-        cumulative = sums(rows)
+        sums = _sums(level.reshape(-1, FANOUT).at[node].get(mode="promise_in_bounds"))
         if depth % LEVELS_PER_DRAW == 0:
-            target = uniform[depth // LEVELS_PER_DRAW] * cumulative[-1]
-        child, target = descend(cumulative, target)
+            target = uniform[depth // LEVELS_PER_DRAW] * sums[-1]
+        child, target = _choose(sums, target)
         node = node * FANOUT + child
     weights = tree[0].at[node].get(mode="promise_in_bounds")
     probabilities = weights / jnp.where(total > 0, total, 1)
@@ -853,24 +946,25 @@ def prioritised_replay(
     layout = _layout(max_size, num_envs, sequence_length, period, debug)
     if not 0 <= priority_exponent < np.inf:
         raise ValueError(f"priority_exponent must be 0 or more, got {priority_exponent}")
-    # So that no sum overflows, whatever the priorities are.
-    largest = np.finfo(np.float32).max / (2 * layout.capacity)
+    # Whatever the priorities are, no sum overflows, nor does 1 / sum underflow.
+    largest = np.finfo(np.float32).max / (8 * layout.capacity)
 
     def weight(priorities: Array) -> Array:
         return jnp.minimum(priorities**priority_exponent, largest)
 
-    def empty(layout: Layout, item: PyTree) -> PrioritisedState:
-        return PrioritisedState(*_empty(layout, item), _tree(layout.capacity), jnp.float32(0))
+    def empty(layout: Layout) -> PrioritisedState:
+        return PrioritisedState(*_empty(layout), _tree(layout.capacity), jnp.float32(0))
 
-    def write(
-        layout: Layout, state: PrioritisedState, rows: PyTree, mask: Array | None = None
-    ) -> PrioritisedState:
+    def advance(
+        layout: Layout, state: PrioritisedState, items: PyTree, mask: Any = None
+    ) -> tuple[PrioritisedState, Array]:
         """The ring's, and the weights of windows that can now be drawn, or cannot any more."""
-        new = _write(layout, state, rows, mask)
-        count = (new.cursor - state.cursor) % layout.modulus if mask is not None else _length(rows)
+        new, slots = _advance(layout, state, items, mask)
+        length = _length(items)
+        count = length if mask is None else jnp.sum(mask, dtype=jnp.int32)
         # Row k counts from the first of these rows. The windows that one of them completes start
         # up to W - 1 rows before it.
-        k = jnp.arange(1 - layout.window, _length(rows))
+        k = jnp.arange(1 - layout.window, length)
         changed = (k >= -state.size) & (k >= count - layout.rows) & (k < count)
         row = state.cursor + k
         is_start = (k <= count - layout.window) & (row % layout.period == 0)
@@ -881,9 +975,8 @@ def prioritised_replay(
             return jnp.broadcast_to(x[:, None], positions.shape).reshape(-1)
 
         weights = each(jnp.where(is_start, new_weight, 0))
-        return new._replace(
-            tree=_tree_set(state.tree, positions.reshape(-1), weights, each(changed))
-        )
+        tree = _tree_set(state.tree, positions.reshape(-1), weights, each(changed))
+        return new._replace(tree=tree), slots
 
     def choose(
         layout: Layout, state: PrioritisedState, key: Array, batch_size: int
@@ -893,47 +986,27 @@ def prioritised_replay(
         row = (state.cursor - 1 - age) % layout.modulus
         return row * layout.envs + positions % layout.envs, probabilities
 
-    def drawable(layout: Layout, state: PrioritisedState, added: int = 0) -> Any:
+    def drawable(layout: Layout, state: PrioritisedState, added: Any = None) -> Any:
         """Whether a weight is above 0, or there will be a new window."""
-        has_weight = _host(state.tree[-1]).sum() > 0
-        if not added:
+        has_weight = _host(state.tree[-1]).sum(axis=-1) > 0
+        if added is None:
             return has_weight
         newest = _at_most(_host(state.size), layout.window - 1)  # those that end among the new
         is_new = _any_start(layout, state._replace(size=newest), added)
         return is_new | (has_weight & _any_start(layout, state, added))
 
-    # Without the storage, which it does not change: an array less to pass is a microsecond.
-    @partial(jax.jit, donate_argnames=("tree", "max_priority") if donate else ())
-    def set_priorities_jit(
-        tree: Any, max_priority: Array, cursor: Array, size: Array, indices: Any, priorities: Any
-    ) -> tuple[tuple[Array, ...], Array]:
-        indices, priorities = indices.reshape(-1), priorities.reshape(-1).astype(jnp.float32)
-        known = _is_held(layout, cursor, size, indices, layout.window)
+    def set_priorities(
+        layout: Layout, state: PrioritisedState, indices: Array, priorities: Array
+    ) -> PrioritisedState:
+        known = _is_held(layout, state.cursor, state.size, indices, layout.window)
         known &= indices // layout.envs % layout.period == 0
         known &= (priorities >= 0) & (priorities < jnp.inf)
-        tree = _tree_set(tree, indices % layout.capacity, weight(priorities), known)
-        return tree, jnp.max(priorities, initial=max_priority, where=known)
+        return state._replace(
+            tree=_tree_set(state.tree, indices % layout.capacity, weight(priorities), known),
+            max_priority=jnp.max(priorities, initial=state.max_priority, where=known),
+        )
 
-    def set_priorities(state: PrioritisedState, indices: Any, priorities: Any) -> PrioritisedState:
-        _check_state(layout, state)
-        indices = _indices("set_priorities", indices)
-        if not isinstance(priorities, jax.Array):
-            priorities = np.asarray(priorities, np.float32)
-        if priorities.shape != indices.shape or indices.ndim > 1:
-            raise ValueError(
-                f"set_priorities: indices and priorities must have the same shape [B], got "
-                f"{indices.shape} and {priorities.shape}"
-            )
-        if _is_checked(layout, priorities):
-            given = _host(priorities)
-            ok = ((given >= 0) & (given < np.inf)).all()
-            _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
-        _, cursor, size, tree, max_priority = state
-        changed = set_priorities_jit(tree, max_priority, cursor, size, indices, priorities)
-        return state._replace(tree=changed[0], max_priority=changed[1])
-
-    replay = _replay(layout, donate, empty, write, choose, drawable)
-    return PrioritisedReplay(**replay._asdict(), set_priorities=set_priorities)
+    return _replay(Core(layout, empty, advance, choose, drawable, set_priorities), donate)
 
 
 def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
@@ -953,3 +1026,173 @@ def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
     scaled = jnp.where(drawn, size * probabilities, 1)
     weights = jnp.where(drawn, scaled ** -jnp.asarray(beta, jnp.float32), 0)
     return weights / jnp.max(weights, initial=jnp.finfo(jnp.float32).tiny)
+
+
+# --------------------------------------------------------------------------------------- clustered
+
+
+def clustered_replay(
+    num_clusters: int,
+    cluster_buffer: Replay | PrioritisedReplay,
+    clustering_fn: Callable[[PyTree], Any],
+    distribution_power: float = 0.0,
+    *,
+    donate: bool = True,
+    debug: bool = False,
+) -> Any:
+    """A replay buffer for each cluster; a draw is of a cluster, then of an item in it.
+
+    Rare kinds of items are kept and drawn as long as there are new ones of their kind, such as the
+    trajectories of a high return:
+
+        >>> import jax, jax.numpy as jnp, buffers
+        >>> def high_or_low(trajectory):
+        ...     return (trajectory["reward"].sum() > 10).astype(jnp.int32)
+        >>> replay = buffers.clustered_replay(2, buffers.uniform_replay(100), high_or_low)
+        >>> state = replay.init({"observation": jnp.zeros((50, 4)), "reward": jnp.zeros(50)})
+        >>> trajectories = {"observation": jnp.ones((8, 50, 4)), "reward": jnp.ones((8, 50))}
+        >>> state = replay.add_batch(state, trajectories)
+        >>> replay.sample(state, jax.random.key(0), 3).experience["reward"].shape
+        (3, 50)
+
+    Args:
+      num_clusters: K.
+      cluster_buffer: a `uniform_replay` or a `prioritised_replay`, with streams or without, of the
+        size of one cluster. It says what the functions do; its own donate and debug do not count.
+      clustering_fn: gives the cluster, an integer from 0 to K - 1, of what `add` takes: an item, or
+        a step of N environments. Outside that: ValueError; inside jit the row is not stored.
+      distribution_power: a cluster is drawn with a probability in proportion to the number of items
+        that a draw may start at, to this power: 0 draws all clusters alike that have any, 1 draws
+        as one uniform buffer.
+      donate: as in `uniform_replay`.
+      debug: as in `uniform_replay`.
+
+    Returns:
+      The functions of `cluster_buffer`, a `Replay` or a `PrioritisedReplay`. The leaves of their
+      state are the inner one's with an axis K in front, and the storage [K * T, N, ...].
+
+    Raises:
+      TypeError, ValueError: `num_clusters` is not an int of at least 1, `cluster_buffer` is not one
+        of those, or all clusters together hold more than 2**29 items.
+    """
+    clusters = _positive("num_clusters", num_clusters)
+    inner = getattr(cluster_buffer, "core", None)
+    if inner is None or inner.arriving:
+        raise TypeError(
+            "cluster_buffer must be what uniform_replay or prioritised_replay returns, got "
+            f"{type(cluster_buffer).__name__}"
+        )
+    layout = inner.layout._replace(clusters=clusters, debug=debug)
+    if layout.capacity * clusters > 2**29:
+        raise ValueError(
+            f"{clusters} clusters of {layout.capacity} items are more than 2**29, the most that "
+            "int32 can index"
+        )
+
+    @jax.jit
+    def clusters_of(items: PyTree) -> Array:
+        """[L] int32."""
+        cluster = jnp.asarray(jax.vmap(clustering_fn)(items))
+        if cluster.ndim != 1 or not jnp.issubdtype(cluster.dtype, jnp.integer):
+            raise TypeError(
+                "clustering_fn must return one integer, got "
+                f"{cluster.dtype} of shape {cluster.shape[1:]}"
+            )
+        return cluster.astype(jnp.int32)
+
+    def arriving(name: str, items: PyTree, mask: Any = None) -> Any:
+        if not _is_checked(layout, mask, *jax.tree.leaves(items)):
+            return None
+        cluster = _host(clusters_of(items))
+        wrong = (cluster < 0) | (cluster >= clusters)
+        wrong = wrong if mask is None else wrong & _host(mask)
+        message = f"{name}: clustering_fn gave a cluster outside 0 to {clusters - 1}"
+        _check(~wrong.any(), message)
+        return (cluster[:, None] == np.arange(clusters)[None]).sum(0, dtype=np.int32)
+
+    def empty(layout: Layout) -> State:
+        return jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (clusters, *x.shape)), inner.empty(layout)
+        )
+
+    def advance(
+        layout: Layout, state: State, items: PyTree, mask: Any = None
+    ) -> tuple[State, Array]:
+        member = clusters_of(items)[None] == jnp.arange(clusters)[:, None]  # [K, L]
+        member = member if mask is None else member & mask[None]
+        new, slots = jax.vmap(lambda s, m: inner.advance(layout, s, items, m))(state, member)
+        first = layout.rows * jnp.arange(clusters)[:, None]
+        return new, jnp.min(jnp.where(slots < layout.rows, first + slots, slots), axis=0)
+
+    def choose(layout: Layout, state: State, key: Array, batch_size: int) -> tuple[Array, Array]:
+        cluster_key, key = jax.random.split(key)
+        starts, _ = _starts(layout, state.cursor, state.size)
+        weights = starts.astype(jnp.float32) ** distribution_power
+        weights = jnp.where(inner.drawable(layout, state), weights, 0)
+        sums = _sums(weights[None])
+        cluster, _ = _choose(sums, jax.random.uniform(cluster_key, (batch_size,)) * sums[-1])
+        # From every cluster a batch: cheap beside the gather, of which there is one.
+        indices, probabilities = jax.vmap(lambda s, k: inner.choose(layout, s, k, batch_size))(
+            state, jax.random.split(key, clusters)
+        )
+        share = weights / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
+        b = jnp.arange(batch_size)
+        return indices[cluster, b] * clusters + cluster, share[cluster] * probabilities[cluster, b]
+
+    core = Core(layout, empty, advance, choose, inner.drawable, None, arriving)
+    weigh = inner.set_priorities
+    if weigh is None:
+        return _replay(core, donate)
+
+    def set_priorities(layout: Layout, state: State, indices: Array, priorities: Array) -> State:
+        cluster, index = indices % clusters, indices // clusters
+        mine = jnp.where(cluster[None] == jnp.arange(clusters)[:, None], index[None], -1)  # [K, B]
+        return jax.vmap(lambda s, i: weigh(layout, s, i, priorities))(state, mine)
+
+    return _replay(core._replace(set_priorities=set_priorities), donate)
+
+
+# ------------------------------------------------------------------------------------------ n-step
+
+
+def n_step_transition(window: Any, gamma: float, mask: Any = None) -> tuple[Any, Array, Array]:
+    """Folds windows of consecutive steps into transitions of n steps, fewer where an episode ends.
+
+    The reward is r_0 + gamma r_1 + ... + gamma**(m - 1) r_(m - 1), where m is n, or the number of
+    steps up to the first that terminated or was truncated (Sutton and Barto 2018, section 7.1).
+
+    Args:
+      window: a NamedTuple, leaves [B, W, ...], of observation, action, reward, next_observation,
+        terminated and truncated. Where next_observation is None it is the observation of the step
+        after, which in NEXT_STEP autoreset mode is right at the end of an episode, too: every
+        observation is stored once, and n is W - 1. Otherwise n is W.
+      gamma: discount factor of one step.
+      mask: [B, W] bool, False for a step that only resets; None: there are none.
+
+    Returns:
+      The transitions, a NamedTuple like `window` of leaves [B, ...]: first observation and action,
+      that reward, and what step m - 1 led to. The factor [B] of the bootstrapped value, gamma**m,
+      and 0 if terminated. Whether a window starts at a step that counts [B] bool.
+    """
+    once = window.next_observation is None
+    n = window.reward.shape[1] - once
+    terminated, truncated = window.terminated[:, :n], window.truncated[:, :n]
+    over = (terminated | truncated).astype(jnp.int32)
+    taken = jnp.cumsum(over, axis=1) == over  # none before it is
+    steps = jnp.sum(taken, axis=1, dtype=jnp.int32)  # m
+    powers = jnp.float32(gamma) ** jnp.arange(n, dtype=jnp.float32)
+    is_terminated = jnp.any(taken & terminated, axis=1)
+    after = window.observation if once else window.next_observation
+    at = steps if once else steps - 1
+    rows = jnp.arange(len(steps))
+    transition = window._replace(
+        observation=jax.tree.map(lambda x: x[:, 0], window.observation),
+        action=jax.tree.map(lambda x: x[:, 0], window.action),
+        reward=jnp.sum(jnp.where(taken, window.reward[:, :n], 0) * powers[None], axis=1),
+        next_observation=jax.tree.map(lambda x: x[rows, at], after),
+        terminated=is_terminated,
+        truncated=jnp.any(taken & truncated, axis=1),
+    )
+    discount = jnp.where(is_terminated, 0, jnp.float32(gamma) ** steps.astype(jnp.float32))
+    valid = jnp.ones_like(is_terminated) if mask is None else mask[:, 0]
+    return transition, discount, valid

@@ -84,6 +84,8 @@ class Args:
     """environment steps before the first gradient step"""
     train_frequency: int = 10
     """environment steps, of all environments together, for one gradient step"""
+    n_step: int = 1
+    """rewards summed in a target before it bootstraps, fewer at the end of an episode"""
     double_q: bool = False
     """let the online network choose the action whose target value is bootstrapped from"""
 
@@ -194,7 +196,7 @@ class Agent(NamedTuple):
     params: Any
     target_params: Any
     opt_state: optax.OptState
-    replay: buffers.RingState  # of Transition
+    replay: Any  # the buffer's state, of (Transition, mask or None)
     key: jax.Array  # [2] uint32
     since_target: jax.Array  # [] int32, environment steps since the target network moved
 
@@ -223,36 +225,68 @@ def epsilon_greedy(
     return actions
 
 
+class Batch(NamedTuple):
+    """What a gradient step is made from."""
+
+    transition: Transition  # [B, ...], of n steps or fewer
+    discount: jax.Array  # [B] factor of the bootstrapped value, 0 if terminated
+    valid: jax.Array  # [B] bool, False where there was only a reset
+
+
 def select(values: jax.Array, action: jax.Array) -> jax.Array:
     """values[b, action[b]], [B]. A product and not an index: the gradient of that is a scatter."""
     return jnp.sum(values * jax.nn.one_hot(action, values.shape[-1]), axis=-1)
 
 
-def td_target(batch: Transition, next_q: jax.Array, chooser: jax.Array, gamma: float) -> jax.Array:
-    """Targets [B]: r + gamma * Q(s', argmax_a chooser(s', a)), and r alone where s' is terminal.
+def td_target(batch: Batch, next_q: jax.Array, chooser: jax.Array) -> jax.Array:
+    """Targets [B]: r + discount * Q(s', argmax_a chooser(s', a)), and r alone if s' is terminal.
 
     `next_q` [B, num_actions] comes from the target network. `chooser` [B, num_actions] is the same
     (Mnih et al. 2015, algorithm 1), or from the online network (van Hasselt et al. 2016, eq. 4).
     """
     bootstrap = select(next_q, jnp.argmax(chooser, axis=-1))
-    return batch.reward + gamma * (1.0 - batch.terminated) * bootstrap
+    return batch.transition.reward + batch.discount * bootstrap
 
 
 def loss_fn(
-    params: Any, target_params: Any, batch: Transition, q: Callable, args: Args
+    params: Any, target_params: Any, batch: Batch, q: Callable, args: Args
 ) -> tuple[jax.Array, jax.Array]:
     """Mean squared TD error and mean Q(s, a) of a batch [B]; `q(params, observations)`."""
-    next_q = q(target_params, batch.next_observation)
-    chooser = q(params, batch.next_observation) if args.double_q else next_q
-    target = jax.lax.stop_gradient(td_target(batch, next_q, chooser, args.gamma))
-    value = select(q(params, batch.observation), batch.action)
-    return jnp.mean((target - value) ** 2), value.mean()
+    transition, _, valid = batch
+    next_q = q(target_params, transition.next_observation)
+    chooser = q(params, transition.next_observation) if args.double_q else next_q
+    target = jax.lax.stop_gradient(td_target(batch, next_q, chooser))
+    value = select(q(params, transition.observation), transition.action)
+    loss = jnp.mean((target - value) ** 2, where=valid)
+    return loss, value.mean(where=valid)
+
+
+def make_replay(args: Args, example: Transition, once: bool) -> tuple[Any, tuple]:
+    """The buffer and what it holds an item of: transitions, or steps of streams.
+
+    From streams of N environments windows are drawn, for n_step > 1, or `once`: to store each
+    observation once, as the next one of the step before. They hold the steps that only reset, too,
+    and with them the mask.
+    """
+    factory = partial(buffers.uniform_replay, args.buffer_size)
+    if args.n_step == 1 and not once:
+        return factory(sequence_length=1), (example, None)
+    try:
+        replay = factory(num_envs=args.num_envs, sequence_length=args.n_step + once)
+    except ValueError as error:
+        raise UsageError(f"buffer_size or n_step: {error}") from error
+    return replay, (example._replace(next_observation=None) if once else example, np.True_)
 
 
 def store(agent: Agent, rollout: Transition, mask: Any, replay: Any) -> Agent:
-    """Puts the steps [S, N] of a rollout whose `mask` is set into the replay buffer."""
+    """Puts a rollout [S, N] into the replay buffer, as `make_replay` made it."""
+    stored, is_step = agent.replay.storage
+    if stored.next_observation is None:
+        rollout = rollout._replace(next_observation=None)
+    if is_step is not None:
+        return agent._replace(replay=replay.add_batch(agent.replay, (rollout, mask)))
     items = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rollout)
-    return agent._replace(replay=replay.add_batch(agent.replay, items, mask.reshape(-1)))
+    return agent._replace(replay=replay.add_batch(agent.replay, (items, None), mask.reshape(-1)))
 
 
 def train_step(
@@ -260,7 +294,7 @@ def train_step(
     rollout: Transition,
     mask: Any,
     args: Args,
-    replay: buffers.Replay,
+    replay: Any,
     q: Callable,
     optimizer: optax.GradientTransformation,
 ) -> tuple[Agent, dict[str, jax.Array]]:
@@ -268,7 +302,9 @@ def train_step(
     agent = store(agent, rollout, mask, replay)
 
     def update(agent: Agent, key: jax.Array) -> tuple[Agent, dict[str, jax.Array]]:
-        batch = replay.sample(agent.replay, key, args.batch_size).experience
+        sample = replay.sample(agent.replay, key, args.batch_size)
+        window, mask = sample.experience
+        batch = Batch(*buffers.n_step_transition(window, args.gamma, mask))
         (loss, value), grads = jax.value_and_grad(loss_fn, has_aux=True)(
             agent.params, agent.target_params, batch, q, args
         )
@@ -491,18 +527,25 @@ def train(args: Args) -> Result:
     # Of this many steps of all environments, the gradient steps are a whole number.
     num_steps = math.lcm(args.num_envs, args.train_frequency) // args.num_envs
 
-    replay = buffers.uniform_replay(args.buffer_size)
     network = QNetwork(num_actions)
     # Flattened to one vector: fewer and larger operations.
     optimizer = optax.flatten(optax.adam(args.learning_rate))
     key, network_key = jax.random.split(jax.random.PRNGKey(args.seed))
     example = example_transition(envs)
+    # In SAME_STEP mode the next observation of a last step is not the observation of the one after.
+    is_next = envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
+    once = is_next and is_image(example.observation.shape, example.observation.dtype)
+    replay, item = make_replay(args, example, once)
+    if once:
+        leaves = jax.tree.leaves(jax.eval_shape(replay.init, item))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e9
+        print(f"replay buffer: {args.buffer_size} steps, {size:.2f} GB")
     params: Any = network.init(network_key, example.observation[None])
     agent = Agent(
         params=params,
         target_params=jax.tree.map(jnp.copy, params),
         opt_state=optimizer.init(params),
-        replay=replay.init(example),
+        replay=replay.init(item),
         key=key,
         since_target=jnp.int32(0),
     )

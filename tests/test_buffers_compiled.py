@@ -20,9 +20,15 @@ FACTORIES = {
     "items": lambda: buffers.uniform_replay(6),
     "streams": lambda: buffers.uniform_replay(18, num_envs=3),
     "sequences": lambda: buffers.uniform_replay(18, num_envs=3, sequence_length=3, period=2),
+    # Exponent 1: sums of these weights are exact, in whatever order they are taken.
+    "prioritised": lambda: buffers.prioritised_replay(6, 1.0),
+    "prioritised sequences": lambda: buffers.prioritised_replay(
+        18, 1.0, num_envs=3, sequence_length=3, period=2
+    ),
 }
 BUFFERS = {kind: factory() for kind, factory in FACTORIES.items()}
 ENVS = {"circular": (), "items": (), "streams": (3,), "sequences": (3,)}
+ENVS |= {"prioritised": (), "prioritised sequences": (3,)}
 REPLICAS, STEPS = 2, 3
 
 
@@ -53,6 +59,11 @@ def replay_step(buffer, state, x):
     state = buffer.update(state, shift)
     state = buffer.update(state, shift_by, out["sample"].indices[:1], jnp.array([10]))
     out["got"] = buffer.get(state, out["sample"].indices)
+    if hasattr(buffer, "set_priorities"):
+        priorities = jnp.array([0.5, 3.0, 1.0, 0.0, 2.0])
+        at = jnp.where(jnp.arange(5) < 1, out["sample"].indices, -1)  # one: no duplicates
+        state = buffer.set_priorities(state, at, priorities)
+        out["sample again"] = buffer.sample(state, key, 5)
     state, out["add_and_sample"] = buffer.add_and_sample(state, x["items"], key, 4)
     out["size"] = buffer.size(state)
     return state, out
@@ -198,6 +209,13 @@ def calls(kind, buffer):
             lambda state, i: buffer.add_and_sample(state, many[i], keys[i], 7)[0],
         )
         yield "can_sample", lambda state, i: (buffer.can_sample(state), state)[1]
+    if hasattr(buffer, "set_priorities"):
+
+        def prioritised(state, i):
+            indices = buffer.sample(state, keys[i], 7).indices
+            return buffer.set_priorities(state, indices, np.full(7, 1 + i % 3, np.float32))
+
+        yield "set_priorities", prioritised
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
@@ -223,6 +241,7 @@ LARGE = {
     "items": buffers.uniform_replay,
     "streams": lambda size, **kwargs: buffers.uniform_replay(size, num_envs=4, **kwargs),
     "sequences": lambda size, **kwargs: buffers.uniform_replay(size, sequence_length=5, **kwargs),
+    "prioritised": buffers.prioritised_replay,
 }
 
 
@@ -250,11 +269,18 @@ def writes(kind, **kwargs):
             lambda s, x, k: buffer.add_and_sample(s, x, k, 8),
             [many, key],
         )
+    if kind == "prioritised":
+        priorities = jax.ShapeDtypeStruct((8,), np.float32)
+        functions["set_priorities"] = (buffer.set_priorities, [indices, priorities])
+        functions["sample, set_priorities"] = (
+            lambda s, k, p: buffer.set_priorities(s, buffer.sample(s, k, 8).indices, p),
+            [key, priorities],
+        )
     return jax.eval_shape(buffer.init, ITEM), functions
 
 
 def storage_copies(compiled):
-    """The shapes of the `copy` operations that are as large as a leaf of the storage."""
+    """The shapes of the `copy` operations as large as a leaf of the storage, or of the tree."""
     copies = re.findall(r"= \(?(\w+\[([\d,]+)\])\S* copy(?:-start)?\(", compiled.as_text())
     return [shape for shape, sizes in copies if math.prod(map(int, sizes.split(","))) >= CAPACITY]
 
@@ -277,7 +303,8 @@ WRITES = ["add", "add_batch", "add_batch with mask", "update at", "pop", "add_an
         for kind in LARGE
         for name in WRITES
         if name != ("add_and_sample" if kind == "circular" else "pop")
-    ],
+    ]
+    + [("prioritised", name) for name in ("set_priorities", "sample, set_priorities")],
 )
 def test_writes_do_not_touch_the_whole_storage(kind, name, looped):
     state, functions = writes(kind)
@@ -336,7 +363,8 @@ def test_a_donated_state_is_gone(kind):
             assert buffer.size(state) > 0
         else:
             with pytest.raises(RuntimeError, match="deleted"):
-                np.asarray(state.size)
+                # set_priorities leaves the rest of the state alone.
+                np.asarray(state.tree[0] if name == "set_priorities" else state.size)
             with pytest.raises((RuntimeError, ValueError), match="deleted"):
                 buffer.add(state, encode(np.zeros(ENVS[kind])))
 

@@ -15,6 +15,7 @@ CIRCULAR = buffers.circular_buffer(5)
 ITEMS = buffers.uniform_replay(6)
 STREAMS = buffers.uniform_replay(12, num_envs=3)
 SEQUENCES = buffers.uniform_replay(8, sequence_length=4, period=2)
+PRIORITISED = buffers.prioritised_replay(6)
 KEY = jax.random.key(0)
 
 
@@ -332,6 +333,11 @@ def overwritten(buffer):
     return buffer.add_batch(buffer.init(encode(0)), encode(np.arange(10)))
 
 
+def all_0(buffer):
+    """Items 0, 1, 2 of priority 0."""
+    return buffer.set_priorities(filled(buffer), np.arange(3), np.zeros(3))
+
+
 # name: (make a buffer, its state before the mistake, the mistake, the message)
 DYNAMIC_MISTAKES = {
     "sample empty": (
@@ -418,6 +424,26 @@ DYNAMIC_MISTAKES = {
         lambda b, s: increment(b, [0, 3])(s),
         "update: an index is not in the buffer",
     ),
+    "sample of priorities 0": (
+        "prioritised",
+        all_0,
+        lambda b, s: b.sample(s, KEY, 2),
+        "sample: nothing to draw, 3 steps held.*of a priority above 0",
+    ),
+    "sample empty prioritised": (
+        "prioritised",
+        lambda b: b.init(encode(0)),
+        lambda b, s: b.sample(s, KEY, 2),
+        "sample: nothing to draw",
+    ),
+} | {
+    f"priority {bad}": (
+        "prioritised",
+        filled,
+        lambda b, s, bad=bad: b.set_priorities(s, np.array([0, 1]), s.max_priority[None] + bad),
+        "set_priorities: priorities must be 0 or more, and finite",
+    )
+    for bad in (np.float32([1, np.nan]), np.float32([np.inf, 1]), np.float32([1, -1]))
 }
 
 
@@ -427,15 +453,14 @@ def make(kind, **kwargs):
         "items": lambda: buffers.uniform_replay(6, **kwargs),
         "streams": lambda: buffers.uniform_replay(12, num_envs=3, **kwargs),
         "sequences": lambda: buffers.uniform_replay(8, sequence_length=4, period=2, **kwargs),
+        "prioritised": lambda: buffers.prioritised_replay(6, **kwargs),
     }[kind]()
 
 
 @pytest.mark.parametrize("name", DYNAMIC_MISTAKES)
 def test_a_mistake_in_values_raises_and_leaves_the_state(name):
     kind, before, mistake, message = DYNAMIC_MISTAKES[name]
-    buffer = {"circular": CIRCULAR, "items": ITEMS, "streams": STREAMS, "sequences": SEQUENCES}[
-        kind
-    ]
+    buffer = make(kind)
     state = before(buffer)
     expected = jax.tree.map(np.array, state)
     with pytest.raises(ValueError, match=message):
@@ -563,3 +588,46 @@ def test_jit_get_outside_gives_some_slot(indices):
 def test_an_index_that_was_never_given_is_not_in_the_buffer(index):
     with pytest.raises(ValueError, match="not in the buffer"):
         ITEMS.get(overwritten(ITEMS), np.array([index]))
+
+
+# --------------------------------------------------------------------------------------- priorities
+
+
+@pytest.mark.parametrize("exponent", [-0.1, -1, np.inf, np.nan])
+def test_an_impossible_exponent(exponent):
+    with pytest.raises(ValueError, match="priority_exponent must be 0 or more"):
+        buffers.prioritised_replay(6, exponent)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "indices", "priorities"),
+    [
+        (ValueError, r"same shape \[B\], got \(2,\) and \(3,\)", [0, 1], [1, 2, 3]),
+        (ValueError, r"same shape \[B\], got \(2,\) and \(\)", [0, 1], 1.0),
+        (ValueError, r"got \(1, 2\) and \(1, 2\)", [[0, 1]], [[1, 2]]),
+        (TypeError, "indices must be integers, got float64", [0.0, 1.0], [1, 2]),
+    ],
+)
+def test_priorities_unlike_the_indices(error, message, indices, priorities):
+    state = filled(PRIORITISED)
+    with pytest.raises(error, match="set_priorities: .*" + message):
+        PRIORITISED.set_priorities(state, indices, priorities)
+    assert PRIORITISED.sample(state, KEY, 2).probabilities.min() > 0
+
+
+def test_jit_ignores_bad_priorities_and_sets_the_others():
+    priorities = np.float32([np.nan, 0, -1])
+    set_priorities = jax.jit(PRIORITISED.set_priorities)
+    state = set_priorities(filled(PRIORITISED), np.arange(3), priorities)
+    assert state.tree[0].tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert PRIORITISED.can_sample(state)
+
+
+def test_jit_sample_of_priorities_0_has_probability_0():
+    state = all_0(PRIORITISED)
+    assert not PRIORITISED.can_sample(state)
+    sample = jax.jit(lambda s: PRIORITISED.sample(s, KEY, 5))(state)
+    assert sample.probabilities.tolist() == [0.0] * 5
+    assert set(decode(sample.experience).tolist()) <= {0, 1, 2}
+    state, sample = PRIORITISED.add_and_sample(state, encode([3]), KEY, 5)
+    assert decode(sample.experience).tolist() == [3] * 5

@@ -43,14 +43,20 @@ def read_events(folder):
 # ------------------------------------------------------------------------------------ the algorithm
 
 
-def batch_of_three():
-    return Transition(
-        observation=jnp.zeros((3, 1)),
-        action=jnp.array([0, 1, 0]),
-        reward=jnp.array([1.0, 2.0, 3.0]),
-        next_observation=jnp.zeros((3, 1)),
-        terminated=jnp.array([False, True, False]),
-        truncated=jnp.array([False, False, True]),
+def batch_of_three(module=dqn_jax, invalid=False):
+    """With gamma 0.5; `invalid`: a fourth row, full of garbage, that does not count."""
+    rows = 3 + invalid
+    return module.Batch(
+        module.Transition(
+            observation=jnp.zeros((rows, 1)),
+            action=jnp.array([0, 1, 0, 1][:rows]),
+            reward=jnp.array([1.0, 2.0, 3.0, 1e6][:rows]),
+            next_observation=jnp.zeros((rows, 1)),
+            terminated=jnp.array([False, True, False, False][:rows]),
+            truncated=jnp.array([False, False, True, True][:rows]),
+        ),
+        discount=jnp.array([0.5, 0.0, 0.5, 9.0][:rows]),
+        valid=jnp.array([True, True, True, False][:rows]),
     )
 
 
@@ -60,19 +66,20 @@ def test_td_target_by_hand(jit):
     next_q = jnp.array([[1.0, 5.0], [7.0, 8.0], [4.0, 2.0]])
     online = jnp.array([[3.0, 2.0], [0.0, 1.0], [0.0, 1.0]])
     # Terminated: the reward alone. Truncated: bootstrapped as any other step.
-    np.testing.assert_allclose(target(batch_of_three(), next_q, next_q, 0.5), [3.5, 2.0, 5.0])
+    np.testing.assert_allclose(target(batch_of_three(), next_q, next_q), [3.5, 2.0, 5.0])
     # Double Q-learning: the online network chooses, the target network judges.
-    np.testing.assert_allclose(target(batch_of_three(), next_q, online, 0.5), [1.5, 2.0, 4.0])
+    np.testing.assert_allclose(target(batch_of_three(), next_q, online), [1.5, 2.0, 4.0])
 
 
+@pytest.mark.parametrize("invalid", [False, True])
 @pytest.mark.parametrize("double_q", [False, True])
-def test_loss_by_hand(double_q):
+def test_loss_by_hand(double_q, invalid):
     def q(params, observation):
         return jnp.broadcast_to(params, (len(observation), 2))
 
     params, target_params = jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0])
-    args = Args(gamma=0.5, double_q=double_q)
-    loss = partial(dqn_jax.loss_fn, batch=batch_of_three(), q=q, args=args)
+    args, batch = Args(double_q=double_q), batch_of_three(invalid=invalid)
+    loss = partial(dqn_jax.loss_fn, batch=batch, q=q, args=args)
     (value, mean_q), grad = jax.value_and_grad(loss, has_aux=True)(params, target_params)
     bootstrap = 4.0 if double_q else 10.0  # action 1 is best online, action 0 in the target
     errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
@@ -103,9 +110,11 @@ def test_epsilon_greedy_draws_for_each_environment():
     assert calls == ["observation"]  # nobody is greedy at step 1
 
 
-def make_agent(args, replay, optimizer, q_dim=2):
+EXAMPLE = Transition(np.zeros(1, np.float32), 0, 0.0, np.zeros(1, np.float32), False, False)
+
+
+def make_agent(replay, item, optimizer):
     params = jnp.array([[0.5, -0.5]])  # Q(s, a) = s @ params
-    item = Transition(np.zeros(1, np.float32), 0, 0.0, np.zeros(1, np.float32), False, False)
     return dqn_jax.Agent(
         params,
         params + 1.0,
@@ -130,13 +139,13 @@ def random_rollout(steps, n, rng):
 def test_train_step_against_a_plain_loop():
     """Stored, sampled, updated, target moved when its interval is crossed: one thing at a time."""
     args = Args(train_frequency=4, target_network_frequency=10, batch_size=5, tau=0.5, gamma=0.9)
-    replay = buffers.uniform_replay(50, donate=False)
+    replay = buffers.uniform_replay(50, sequence_length=1, donate=False)
     optimizer = optax.sgd(0.1)
 
     def q(params, observation):
         return observation @ params
 
-    agent = make_agent(args, replay, optimizer)
+    agent = make_agent(replay, (EXAMPLE, None), optimizer)
     rollout, mask = random_rollout(4, 6, np.random.default_rng(0))
     step = partial(dqn_jax.train_step, args=args, replay=replay, q=q, optimizer=optimizer)
     new, metrics = jax.jit(step)(agent, rollout, mask)
@@ -145,14 +154,15 @@ def test_train_step_against_a_plain_loop():
     kept = [row for row, keep in zip(rows, mask.ravel(), strict=True) if keep]
     assert int(replay.size(new.replay)) == len(kept)
     for i, row in enumerate(kept):
-        stored = replay.get(new.replay, i)
-        jax.tree.map(np.testing.assert_array_equal, stored, row)
+        stored, _ = replay.get(new.replay, i)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y), stored, row)
 
     params, target_params = np.asarray(agent.params), np.asarray(agent.target_params)
     key, subkey = jax.random.split(agent.key)
     losses, moves = [], []
     for i, k in enumerate(jax.random.split(subkey, 6)):  # 24 environment steps, one update each 4
-        b = jax.tree.map(np.asarray, replay.sample(new.replay, k, 5).experience)
+        drawn, _ = replay.sample(new.replay, k, 5).experience
+        b = jax.tree.map(lambda x: np.asarray(x[:, 0]), drawn)
         bootstrap = (b.next_observation @ target_params).max(-1)
         target = b.reward + 0.9 * (1 - b.terminated) * bootstrap
         value = (b.observation @ params)[np.arange(5), b.action]
@@ -169,6 +179,40 @@ def test_train_step_against_a_plain_loop():
     np.testing.assert_allclose(metrics["losses/td_loss"], np.mean(losses), rtol=1e-5)
     assert int(new.since_target) == 4
     np.testing.assert_array_equal(new.key, key)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_windows_of_a_stream_are_folded_and_resets_do_not_count(once):
+    """The loss of n-step windows, against transitions that are folded by hand."""
+    n, num_envs, steps = 3, 2, 12
+    args = Args(n_step=n, buffer_size=steps * num_envs, num_envs=num_envs, batch_size=64, gamma=0.9)
+    replay, item = dqn_jax.make_replay(args, EXAMPLE, once)
+    optimizer = optax.sgd(0.0)
+    rng = np.random.default_rng(1)
+    rollout, _ = random_rollout(steps, num_envs, rng)
+    rollout = rollout._replace(next_observation=np.roll(rollout.observation, -1, axis=0))
+    done = rollout.terminated | rollout.truncated
+    mask = np.concatenate([np.ones((1, num_envs), bool), ~done[:-1]])
+    assert 3 < (~mask).sum() < 12
+    agent = dqn_jax.store(make_agent(replay, item, optimizer), rollout, mask, replay)
+    assert (agent.replay.storage[0].next_observation is None) == once
+    sample = replay.sample(agent.replay, jax.random.PRNGKey(0), 64)
+    window, is_step = sample.experience
+    batch = dqn_jax.Batch(*buffers.n_step_transition(window, args.gamma, is_step))
+    for b, index in enumerate(np.asarray(sample.indices)):
+        t, i = index // num_envs, index % num_envs
+        assert batch.valid[b] == mask[t, i]
+        total, m = 0.0, 0
+        while m < n:
+            total += 0.9**m * rollout.reward[t + m, i]
+            m += 1
+            if done[t + m - 1, i]:
+                break
+        assert batch.transition.reward[b] == pytest.approx(total, rel=1e-5, abs=1e-6)
+        after = rollout.next_observation[t + m - 1, i]
+        np.testing.assert_array_equal(batch.transition.next_observation[b], after)
+        ended = rollout.terminated[t + m - 1, i]
+        assert batch.discount[b] == pytest.approx(0 if ended else 0.9**m)
 
 
 # ------------------------------------------------------------------------------------ the collector
@@ -299,18 +343,35 @@ def test_probe_values(kind, observations, values):
     np.testing.assert_allclose(q, values, atol=0.05)
 
 
+@pytest.mark.parametrize(
+    ("env_id", "value"),
+    [("Probe-truncation-v0", 2.0), ("Probe-discount-v0", 0.5), ("CounterSameStep-v0", None)],
+)
+def test_n_step_probe_values(env_id, value):
+    """Ends of both kinds within three steps leave the values what they are with one."""
+    result = dqn_jax.train(args_with(env_id=env_id, n_step=3, num_envs=2))
+    assert len(result.agent.replay.storage[0].reward) == 500
+    if value is not None:
+        q = learned_q(result, np.zeros((1, 1), np.float32))
+        np.testing.assert_allclose(q, value, atol=0.05)
+
+
 def test_probe_value_with_double_q_and_soft_target():
     result = dqn_jax.train(args_with(env_id="Probe-truncation-v0", double_q=True, tau=0.5))
     np.testing.assert_allclose(learned_q(result, np.zeros((1, 1), np.float32)), 2.0, atol=0.05)
 
 
-def test_image_probe():
+def test_image_probe(capsys):
     """uint8 images go through the Nature CNN, stay uint8 in the buffer, and can be learned from."""
     args = args_with(
         env_id="ProbeImage-v0", total_timesteps=1_200, batch_size=16, learning_rate=3e-4
     )
     result = dqn_jax.train(args)
-    assert result.agent.replay.storage.observation.dtype == jnp.uint8
+    stored, is_step = result.agent.replay.storage
+    assert stored.observation.dtype == jnp.uint8
+    assert stored.next_observation is None  # each observation once
+    assert is_step.shape == (1000, 1)
+    assert "replay buffer: 1000 steps, 0.01 GB" in capsys.readouterr().out
     assert "NatureCNN_0" in result.agent.params["params"]
     black, white = np.zeros((1, 4, 36, 36), np.uint8), np.full((1, 4, 36, 36), 255, np.uint8)
     q = learned_q(result, np.concatenate([black, white]))
@@ -473,6 +534,7 @@ def test_interrupt_waits_for_a_write(monkeypatch):
             "num_envs 7 and train_frequency 4001 do not divide",
         ),
         (dict(gamma=1.5), "gamma must be from 0 to 1, got 1.5"),
+        (dict(n_step=3, num_envs=3), "buffer_size or n_step: max_size 10000 is not a multiple"),
         (dict(seed=-1), "seed must be at least 0, got -1"),
         (dict(learning_rate=3.0), "learning_rate must be from 0 to 1"),
     ],

@@ -42,8 +42,10 @@ def test_loss_by_hand(double_q):
 
     params, target_params = jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0])
     weights = jnp.array([0.5, 1.0, 0.25])
-    args = Args(gamma=0.5, double_q=double_q)
-    loss = partial(per_dqn_jax.loss_fn, batch=batch_of_three(), weights=weights, q=q, args=args)
+    args = Args(double_q=double_q)
+    loss = partial(
+        per_dqn_jax.loss_fn, batch=batch_of_three(per_dqn_jax), weights=weights, q=q, args=args
+    )
     (value, (mean_q, error)), grad = jax.value_and_grad(loss, has_aux=True)(params, target_params)
     bootstrap = 4.0 if double_q else 10.0  # action 1 is best online, action 0 in the target
     errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
@@ -64,7 +66,7 @@ def test_train_step_against_a_plain_loop():
         double_q=False,
         priority_epsilon=0.01,
     )
-    replay = buffers.prioritised_replay(50, 0.6, donate=False)
+    replay = buffers.prioritised_replay(50, 0.6, sequence_length=1, donate=False)
     optimizer = optax.sgd(0.1)
 
     def q(params, observation):
@@ -76,7 +78,7 @@ def test_train_step_against_a_plain_loop():
         params,
         params + 1.0,
         optimizer.init(params),
-        replay.init(item),
+        replay.init((item, None)),
         jax.random.PRNGKey(3),
         jnp.int32(0),
     )
@@ -87,14 +89,15 @@ def test_train_step_against_a_plain_loop():
 
     size = int(mask.sum())
     kept = jax.tree.map(lambda x: x.reshape(24, *x.shape[2:])[mask.ravel()], rollout)
-    state = replay.add_batch(agent.replay, kept)
+    state = replay.add_batch(agent.replay, (kept, None))
     weights_of = np.ones(size)  # priorities ** 0.6: those of new items are 1
     largest = 0.0
     params, target_params = np.asarray(agent.params), np.asarray(agent.target_params)
     _, subkey = jax.random.split(agent.key)
     losses, minima = [], []
     for k in jax.random.split(subkey, 6):
-        b, indices, probabilities = jax.tree.map(np.asarray, replay.sample(state, k, 5))
+        (b, _), indices, probabilities = jax.tree.map(np.asarray, replay.sample(state, k, 5))
+        b = jax.tree.map(lambda x: x[:, 0], b)
         np.testing.assert_allclose(probabilities, (weights_of / weights_of.sum())[indices], 1e-5)
         weights = (size * probabilities) ** -0.7
         weights /= weights.max()

@@ -1,0 +1,708 @@
+"""PPO (Schulman et al. 2017) on vectorised Gymnasium environments, in one file beside buffers.py.
+
+"Proximal policy optimization algorithms", arXiv 1707.06347, the clipped variant; advantages of
+Schulman et al. 2016, arXiv 1506.02438; details of Huang et al. 2022, "The 37 implementation details
+of proximal policy optimization". Actions: Discrete, or Box (diagonal Gaussian).
+
+    python ppo_jax.py --env-id CartPole-v1 --num-envs 64
+    tensorboard --logdir runs
+
+Differs from the papers: an episode that a time limit cuts off is bootstrapped; one that ends is
+not. The statistics that observations are normalised with change only between rollouts.
+
+`train` repeats two things: `collect` steps all environments with fixed parameters, `train_step`
+learns from that in one compiled call. It also computes log-probabilities and values, at once and
+not step by step. Shape letters: S steps of a rollout, N environments, B rows of a batch, A actions
+or axes of an action, P parameters.
+"""
+
+import importlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from gymnasium.vector import AutoresetMode, VectorEnv
+from jax.flatten_util import ravel_pytree
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+import buffers
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of a run."""
+
+    # === shared: experiment flags ===
+    exp_name: str = os.path.basename(__file__).removesuffix(".py")
+    """the name of this experiment, part of the name of its folder under runs/"""
+    seed: int = 1
+    """seed of the environments, the exploration, the network and the replay"""
+    env_id: str = "CartPole-v1"
+    """the id of a registered Gymnasium environment; module:id imports the module first"""
+    total_timesteps: int = 500_000
+    """environment steps of all environments together; the last iteration is a whole one"""
+    async_envs: bool = False
+    """step each environment in a process of its own: pays for slow environments only"""
+    log_interval: int = 1_000
+    """environment steps between two points of losses/ and charts/SPS; episodes are all logged"""
+    # === end shared ===
+    num_envs: int = 4
+    """environments stepped together"""
+    num_steps: int = 128
+    """steps of each environment in a rollout"""
+    num_minibatches: int = 4
+    """gradient steps of an epoch, each on an equal part of the rollout"""
+    update_epochs: int = 4
+    """how many times a rollout is learned from, shuffled anew each time"""
+    learning_rate: float = 2.5e-4
+    """step size of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate go linearly to 0"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of the advantages: 0 trusts the values, 1 the rewards"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch to mean 0 and standard deviation 1"""
+    clip_coef: float = 0.2
+    """how far the ratio of new to old probability is followed away from 1"""
+    clip_vloss: bool = True
+    """follow the value no further than clip-coef away from its old one, either"""
+    ent_coef: float = 0.01
+    """weight of the entropy, which is maximised"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """norm that longer gradients are scaled down to"""
+    target_kl: float | None = None
+    """KL divergence from the old policy after which no further epoch is made"""
+    normalize_observations: bool | None = None
+    """by their running mean and variance; if not given, where actions are a Box"""
+    normalize_rewards: bool | None = None
+    """by the running variance of the discounted return; if not given, where actions are a Box"""
+
+
+# === shared: environments ===
+class UsageError(ValueError):
+    """A mistake in the flags, found before any training."""
+
+
+def require(ok: bool, message: str) -> None:
+    """Raises UsageError unless `ok`."""
+    if not ok:
+        raise UsageError(message)
+
+
+def make_envs(env_id: str, num_envs: int, async_envs: bool) -> VectorEnv:
+    """The environment's native vector version where that pays, else a sync or an async one."""
+    try:
+        module, _, name = env_id.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        spec = gym.spec(name)
+        if spec.vector_entry_point and not async_envs and (num_envs >= 4 or not spec.entry_point):
+            envs = gym.make_vec(spec, num_envs, "vector_entry_point")
+            # Gymnasium 1.4 steps functional environments wrongly: those that did not reset in a
+            # step are put back to where they were.
+            if not hasattr(envs.unwrapped, "func_env"):
+                return envs
+        mode, options = ("async", {"context": "spawn"}) if async_envs else ("sync", {})
+        return gym.make_vec(spec, num_envs, mode, vector_kwargs={"copy": False, **options})
+    except (gym.error.Error, ImportError) as error:
+        raise UsageError(f"env_id {env_id}: {error}") from error
+
+
+def check_envs(env_id: str, envs: VectorEnv) -> None:
+    """Raises UsageError unless `collect` and the networks can work with these environments."""
+    space: Any = envs.single_observation_space
+    box, name = isinstance(space, gym.spaces.Box), f"env_id {env_id}"
+    require(box, f"{name}: observations must be a Box, got {space}: wrap it in FlattenObservation")
+    large = not is_image(space.shape, space.dtype) or sorted(space.shape)[-2] >= 36
+    require(large, f"{name}: images must be 36x36 or more, got {space}: use ResizeObservation")
+    mode = envs.metadata.get("autoreset_mode")
+    known = mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+    require(known, f"{name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, got {mode}")
+
+
+# === end shared ===
+
+
+# === shared: network torso ===
+def is_image(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether an observation is a uint8 image: [H, W], [H, W, C] or [C, H, W]."""
+    return dtype == np.uint8 and len(shape) in (2, 3)
+
+
+class NatureCNN(nn.Module):
+    """Features [B, 512] of images [B, ...], by the convolutions of Mnih et al. 2015."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if x.ndim == 3:
+            x = x[..., None]
+        elif x.shape[1] < x.shape[3]:  # Gymnasium stacks frames in front
+            x = jnp.moveaxis(x, 1, -1)
+        x = x.astype(jnp.float32) / 255.0
+        for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.relu(nn.Conv(channels, (size, size), (stride, stride), padding="VALID")(x))
+        return nn.relu(nn.Dense(512)(x.reshape(x.shape[0], -1)))
+
+
+# === end shared ===
+
+
+class ActorCritic(nn.Module):
+    """The actor's output and V(s) [B] of observations [B, ...].
+
+    The output are logits [B, A], or if `gaussian` means and logarithms of standard deviations
+    [B, 2 * A], the latter the same for all observations.
+    """
+
+    num_actions: int
+    gaussian: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def dense(x: jax.Array, size: int, scale: float) -> jax.Array:
+            return nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))(x)
+
+        def mlp(x: jax.Array) -> jax.Array:
+            return nn.tanh(dense(nn.tanh(dense(x, 64, 2**0.5)), 64, 2**0.5))
+
+        if is_image(x.shape[1:], x.dtype):
+            actor = critic = NatureCNN()(x)
+        else:
+            x = x.reshape(x.shape[0], -1).astype(jnp.float32)
+            actor, critic = mlp(x), mlp(x)
+        output, value = dense(actor, self.num_actions, 0.01), dense(critic, 1, 1.0)[:, 0]
+        if self.gaussian:
+            log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,))
+            output = jnp.concatenate([output, jnp.broadcast_to(log_std, output.shape)], axis=-1)
+        return output, value
+
+
+# === shared: transition ===
+class Transition(NamedTuple):
+    """A step of an environment, [...], or of N of them S times, [S, N, ...]."""
+
+    observation: Any
+    action: Any
+    reward: Any  # float32
+    next_observation: Any  # at the end of an episode its true last one
+    terminated: Any  # bool, the episode ended by itself
+    truncated: Any  # bool, it was cut off
+
+
+# === end shared ===
+
+
+class Moments(NamedTuple):
+    """Running statistics of an array [...]."""
+
+    mean: jax.Array  # [...]
+    variance: jax.Array  # [...]
+    rows: jax.Array  # [] float32, taken in so far
+
+
+class Agent(NamedTuple):
+    """All that training changes."""
+
+    params: jax.Array  # [P], see `init_network`
+    opt_state: optax.OptState
+    queue: buffers.RingState  # of (Transition, mask), each [N, ...]; empty between updates
+    observations: Moments | None  # of observations, None if they are not normalised
+    returns: Moments | None  # of discounted returns, None if rewards are not normalised
+    discounted_return: jax.Array  # [N], of the episodes that go on
+
+
+class Batch(NamedTuple):
+    """What the loss is made of."""
+
+    observation: jax.Array  # [B, ...], normalised
+    action: jax.Array  # [B] int32 or [B, A] float32
+    log_prob: jax.Array  # [B], when it was taken
+    value: jax.Array  # [B], at that time
+    advantage: jax.Array  # [B]
+    mask: jax.Array  # [B] bool, False where a step only reset its environment
+
+
+class Losses(NamedTuple):
+    """Means over a batch, [] each, under the names that they are logged with."""
+
+    value_loss: jax.Array
+    policy_loss: jax.Array
+    entropy: jax.Array
+    old_approx_kl: jax.Array  # minus the mean logarithm of the ratio
+    approx_kl: jax.Array  # the same, estimated with less variance
+    clipfrac: jax.Array  # of ratios that were clipped
+
+
+class Result(NamedTuple):
+    """What `train` returns."""
+
+    agent: Agent
+    returns: list[float]  # of the last 100 episodes, oldest first
+    folder: str  # where the run was logged
+
+
+def init_network(network: ActorCritic, key: jax.Array, observation: Any) -> tuple[Any, Callable]:
+    """Parameters [P] and `apply(params, observations)`, for observations like this one.
+
+    In one vector: passing an array to a compiled function costs as much as a layer.
+    """
+    params, unravel = ravel_pytree(network.init(key, observation[None]))
+    return params, lambda params, x: network.apply(unravel(params), x)
+
+
+def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean [...] of the rows of x [B, ...] whose mask [B] is set, 0 if there are none."""
+    kept = jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0)
+    return kept.sum(axis=0) / jnp.maximum(mask.sum(), 1)
+
+
+def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Their variance [...]."""
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
+def update_moments(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
+    """Takes in the rows of x [B, ...] whose mask [B] is set."""
+    rows = moments.rows + mask.sum()
+    share = mask.sum() / jnp.maximum(rows, 1)  # of the new ones
+    step = masked_mean(x, mask) - moments.mean
+    within = (1 - share) * moments.variance + share * masked_variance(x, mask)
+    return Moments(moments.mean + share * step, within + share * (1 - share) * step**2, rows)
+
+
+def normalize(x: jax.Array, moments: Moments | None) -> jax.Array:
+    """Observations [..., *shape] in standard deviations from the mean, at most 10."""
+    if moments is None:
+        return x
+    return jnp.clip((x - moments.mean) / jnp.sqrt(moments.variance + 1e-8), -10, 10)
+
+
+def discounted_sum(x: jax.Array, discount: jax.Array, first: jax.Array, **kwargs: Any) -> jax.Array:
+    """y[t] = x[t] + discount[t] * y[t - 1], all [S, N], from y[-1] = `first` [N] on."""
+
+    def step(before: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        y = row[0] + row[1] * before
+        return y, y
+
+    return jax.lax.scan(step, first, (x, discount), unroll=8, **kwargs)[1]
+
+
+def sample(noise: np.ndarray, output: np.ndarray) -> np.ndarray:
+    """Actions [N] or [N, A] from noise [N, A]: Gumbel noise for logits, normal for a Gaussian."""
+    if output.shape == noise.shape:
+        return (output + noise).argmax(axis=-1)
+    mean, log_std = np.split(output, 2, axis=-1)
+    return mean + np.exp(log_std) * noise
+
+
+def evaluate(output: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and entropies [B] of actions [B] int32 or [B, A] float32."""
+    if jnp.issubdtype(action.dtype, jnp.integer):
+        log_probs = nn.log_softmax(output)
+        # A product and not an index: the gradient of that is a scatter.
+        log_prob = jnp.sum(log_probs * jax.nn.one_hot(action, output.shape[-1]), axis=-1)
+        return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+    mean, log_std = jnp.split(output, 2, axis=-1)
+    constant = log_std + 0.5 * math.log(2 * math.pi)
+    log_prob = -0.5 * ((action - mean) * jnp.exp(-log_std)) ** 2 - constant
+    return log_prob.sum(axis=-1), jnp.sum(constant + 0.5, axis=-1)
+
+
+def gae(
+    rollout: Transition, mask: Any, value: Any, next_value: Any, gamma: float, gae_lambda: float
+) -> jax.Array:
+    """Advantages [S, N], 0 where masked, from V(s) and V(s') [S, N]: Schulman et al. 2016, eq. 16.
+
+    The sum of (gamma * lambda)**k * delta[t + k] up to the end of the episode or of the rollout.
+    Where an episode is cut off, delta is bootstrapped from V(s'); where it ends by itself, not.
+    """
+    bootstrap = jnp.where(rollout.terminated, 0.0, next_value)
+    delta = jnp.where(mask, rollout.reward + gamma * bootstrap - value, 0.0)
+    goes_on = mask & ~(rollout.terminated | rollout.truncated)
+    zeros = jnp.zeros_like(delta[0])
+    return discounted_sum(delta, gamma * gae_lambda * goes_on, zeros, reverse=True)
+
+
+def normalize_rewards(
+    agent: Agent, rollout: Transition, mask: jax.Array, gamma: float
+) -> tuple[Agent, Transition]:
+    """Divides rewards by the standard deviation of the discounted return, up to now included."""
+    if agent.returns is None:
+        return agent, rollout
+    goes_on = mask & ~(rollout.terminated | rollout.truncated)
+    discount = gamma * jnp.concatenate([jnp.ones_like(goes_on[:1]), goes_on[:-1]])
+    returns = discounted_sum(rollout.reward, discount, agent.discounted_return)
+    moments = update_moments(agent.returns, returns.reshape(-1), mask.reshape(-1))
+    reward = jnp.clip(rollout.reward / jnp.sqrt(moments.variance + 1e-8), -10, 10)
+    agent = agent._replace(returns=moments, discounted_return=goes_on[-1] * returns[-1])
+    return agent, rollout._replace(reward=reward)
+
+
+def loss_fn(params: Any, batch: Batch, apply: Callable, args: Args) -> tuple[jax.Array, Losses]:
+    """Schulman et al. 2017, eq. 9 with the minus sign, of a batch [B]; and its parts.
+
+    `apply(params, observations)` gives the actor's output and the value.
+    """
+    mean = partial(masked_mean, mask=batch.mask)
+    output, value = apply(params, batch.observation)
+    log_prob, entropy = evaluate(output, batch.action)
+    advantage, low, high = batch.advantage, 1 - args.clip_coef, 1 + args.clip_coef
+    if args.norm_adv:
+        count = batch.mask.sum()
+        variance = masked_variance(advantage, batch.mask) * count / jnp.maximum(count - 1, 1)
+        advantage = (advantage - mean(advantage)) / (jnp.sqrt(variance) + 1e-8)
+    log_ratio = log_prob - batch.log_prob
+    ratio = jnp.exp(log_ratio)
+    surrogate = jnp.minimum(advantage * ratio, advantage * jnp.clip(ratio, low, high))
+    target = batch.advantage + batch.value
+    error = (value - target) ** 2
+    if args.clip_vloss:
+        step = jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
+        error = jnp.maximum(error, (batch.value + step - target) ** 2)
+    losses = Losses(
+        value_loss=0.5 * mean(error),
+        policy_loss=-mean(surrogate),
+        entropy=mean(entropy),
+        old_approx_kl=-mean(log_ratio),
+        approx_kl=mean(ratio - 1 - log_ratio),
+        clipfrac=mean(jnp.abs(ratio - 1) > args.clip_coef),
+    )
+    value_loss, entropy_loss = args.vf_coef * losses.value_loss, args.ent_coef * losses.entropy
+    return losses.policy_loss - entropy_loss + value_loss, losses
+
+
+def train_step(
+    agent: Agent,
+    rollout: Transition,
+    mask: Any,
+    orders: Any,
+    learning_rate: Any,
+    args: Args,
+    queue: buffers.CircularBuffer,
+    apply: Callable,
+    optimizer: optax.GradientTransformation,
+    same_step: bool,
+) -> tuple[Agent, dict[str, jax.Array]]:
+    """Learns from a rollout [S, N], an epoch for each of `orders` [epochs, S * N] of rows."""
+    steps, lead = len(mask), mask.shape[1:]
+    held, (rollout, mask) = queue.pop(queue.add_batch(agent.queue, (rollout, mask)), steps)
+    agent, rollout = normalize_rewards(agent._replace(queue=held), rollout, mask, args.gamma)
+
+    def flat(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+    # In NEXT_STEP mode s' is the s of the row after, also at the end of an episode.
+    last = rollout.next_observation if same_step else rollout.next_observation[-1:]
+    observation = normalize(jnp.concatenate([rollout.observation, last]), agent.observations)
+    output, value = apply(agent.params, flat(observation))
+    value = value.reshape(-1, *lead)
+    advantage = gae(rollout, mask, value[:steps], value[-steps:], args.gamma, args.gae_lambda)
+    action = flat(rollout.action)
+    log_prob = evaluate(output[: mask.size], action)[0].reshape(mask.shape)
+    rows = flat(
+        Batch(observation[:steps], rollout.action, log_prob, value[:steps], advantage, mask)
+    )
+
+    def update(carry: tuple, index: jax.Array) -> tuple[tuple, Losses]:
+        params, opt_state = carry
+        batch = jax.tree.map(lambda x: x[index], rows)
+        grads, losses = jax.grad(loss_fn, has_aux=True)(params, batch, apply, args)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return (params - learning_rate * updates, opt_state), losses
+
+    def epoch(carry: tuple, order: jax.Array) -> tuple[tuple, None]:
+        def learn(carry: tuple) -> tuple:
+            minibatches = order.reshape(args.num_minibatches, -1)
+            learned, losses = jax.lax.scan(update, carry[:2], minibatches)
+            return *learned, jax.tree.map(jnp.mean, losses)
+
+        if args.target_kl is None:
+            return learn(carry), None
+        stop = carry[2].approx_kl > args.target_kl
+        return jax.lax.cond(stop, lambda carry: carry, learn, carry), None
+
+    start = (agent.params, agent.opt_state, Losses(*jnp.zeros(len(Losses._fields))))
+    (params, opt_state, losses), _ = jax.lax.scan(epoch, start, orders)
+    agent = agent._replace(params=params, opt_state=opt_state)
+    if agent.observations is not None:  # not before: actions were taken with the old ones
+        moments = update_moments(agent.observations, flat(rollout.observation), rows.mask)
+        agent = agent._replace(observations=moments)
+    total = masked_variance(rows.advantage + rows.value, rows.mask)
+    rest = masked_variance(rows.advantage, rows.mask)
+    explained = jnp.where(total > 0, 1 - rest / total, 0.0)
+    metrics = {f"losses/{name}": loss for name, loss in losses._asdict().items()}
+    return agent, metrics | {"losses/explained_variance": explained}
+
+
+# === shared: collector ===
+class EnvState(NamedTuple):
+    """Where N environments stand between two rollouts."""
+
+    observation: np.ndarray  # [N, ...]
+    resetting: np.ndarray  # [N] bool, the next step ignores its action and only resets
+    episode_return: np.ndarray  # [N] float64, so far
+    episode_length: np.ndarray  # [N] int64, so far
+
+
+def reset_envs(envs: VectorEnv, seed: int) -> EnvState:
+    """All environments at the start of an episode."""
+    n = envs.num_envs
+    return EnvState(envs.reset(seed=seed)[0], np.zeros(n, bool), np.zeros(n), np.zeros(n, int))
+
+
+def example_transition(envs: VectorEnv) -> Transition:
+    """Zeros of the shapes and dtypes of one step: uint8 is kept, else int32 and float32."""
+
+    def zeros(space: Any) -> np.ndarray:
+        integer = np.int32 if np.issubdtype(space.dtype, np.integer) else np.float32
+        return np.zeros(space.shape, np.uint8 if space.dtype == np.uint8 else integer)
+
+    observation, action = zeros(envs.single_observation_space), zeros(envs.single_action_space)
+    return Transition(observation, action, np.float32(0), observation, np.False_, np.False_)
+
+
+def collect(
+    envs: VectorEnv, state: EnvState, act: Callable, num_steps: int, example: Transition
+) -> tuple[EnvState, Transition, np.ndarray, list[tuple[float, int]]]:
+    """Takes the actions [N] `act(t, observation)` for t = 0 ... S - 1 in N environments.
+
+    In NEXT_STEP autoreset mode the step after the end of an episode only resets: it is no part of
+    any episode, and its mask is False. The last observation of an episode is what its last step
+    returned. In SAME_STEP mode no step is masked, and that observation is in `info`.
+
+    Returns:
+      The new state; transitions [S, N]; their mask [S, N]; the (return, length) of each episode
+      that ended.
+    """
+    same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    lead = (num_steps, envs.num_envs)
+    rollout = Transition(*(np.empty(lead + x.shape, x.dtype) for x in example))
+    observation, infos = state.observation, []
+    for t in range(num_steps):
+        rollout.observation[t] = observation  # now: the step may write over it
+        rollout.action[t] = action = act(t, observation)
+        observation, reward, terminated, truncated, info = envs.step(action)
+        rollout.reward[t] = reward
+        rollout.terminated[t], rollout.truncated[t] = terminated, truncated
+        infos.append(info)
+    rollout.next_observation[:-1] = rollout.observation[1:]
+    rollout.next_observation[-1] = observation
+    done = rollout.terminated | rollout.truncated
+    mask, resetting = np.ones_like(done), np.zeros_like(done[0])
+    if same_step:
+        for t, i in np.argwhere(done):
+            rollout.next_observation[t, i] = infos[t]["final_obs"][i]
+    else:
+        mask[0], mask[1:], resetting = ~state.resetting, ~done[:-1], done[-1]
+
+    returns, lengths = state.episode_return.copy(), state.episode_length.copy()
+    episodes: list[tuple[float, int]] = []
+    start = 0
+    for end in (np.flatnonzero(done.any(axis=1)) + 1).tolist():
+        returns += rollout.reward[start:end].sum(axis=0)
+        lengths += mask[start:end].sum(axis=0)
+        over, start = done[end - 1], end
+        episodes += zip(returns[over].tolist(), lengths[over].tolist(), strict=True)
+        returns[over] = lengths[over] = 0
+    returns += rollout.reward[start:].sum(axis=0)
+    lengths += mask[start:].sum(axis=0)
+    return EnvState(observation, resetting, returns, lengths), rollout, mask, episodes
+
+
+# === end shared ===
+
+
+# === shared: run ===
+class Run(NamedTuple):
+    """What a run is logged with."""
+
+    folder: str
+    writer: SummaryWriter
+    progress: tqdm
+    returns: deque[float]  # of the last 100 episodes, oldest first
+    start_time: float  # in seconds
+    interrupts: list[int]  # signals that ask to stop
+
+
+def start_run(args: Any) -> Run:
+    """Makes a folder under runs/ with the flags in it, and a progress bar on a terminal."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    folder = os.path.join("runs", name.replace("/", "-").replace(":", "-"))
+    while os.path.exists(folder):  # the same run, started twice within a second
+        folder += "_"
+    writer = SummaryWriter(folder, flush_secs=10)
+    rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+    progress = tqdm(total=args.total_timesteps, unit=" steps", disable=None, dynamic_ncols=True)
+    # Ctrl-C is taken between iterations: within a write it could leave the writer's queue locked.
+    interrupts: list[int] = []
+
+    def interrupt(signum: int, _: Any) -> None:
+        interrupts.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second stops at once
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)
+    return Run(folder, writer, progress, deque(maxlen=100), time.time(), interrupts)
+
+
+def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dict) -> None:
+    """Logs what the last `steps` environment steps up to `step` gave.
+
+    Of the episodes that ended in them the mean, at once. The metrics when log_interval is crossed:
+    to read them is to wait for the device. Raises KeyboardInterrupt if asked to stop.
+    """
+    if episodes:
+        returns, lengths = zip(*episodes, strict=True)
+        run.returns.extend(returns)
+        run.writer.add_scalar("charts/episodic_return", np.mean(returns), step)
+        run.writer.add_scalar("charts/episodic_length", np.mean(lengths), step)
+    if step // args.log_interval > (step - steps) // args.log_interval:
+        for name, value in metrics.items():
+            run.writer.add_scalar(name, float(value), step)
+        run.writer.add_scalar("charts/SPS", int(step / (time.time() - run.start_time)), step)
+        if run.returns:
+            run.progress.set_postfix_str(f"return {np.mean(run.returns):.1f}", refresh=False)
+    run.progress.update(steps)
+    if run.interrupts:
+        raise KeyboardInterrupt
+
+
+def end_run(run: Run) -> None:
+    """Writes what is left, and gives Ctrl-C back."""
+    run.progress.close()
+    run.writer.close()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def main(train: Callable[[Any], Any], args_type: type) -> None:
+    """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
+    args: Any = tyro.cli(args_type, description=__doc__)
+    # A call as small as that of acting costs 12 us in this thread and 41 us in another one.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+        result = train(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: what was logged is kept", file=sys.stderr)
+        sys.exit(130)
+    episodes, mean = len(result.returns), np.mean(result.returns or np.nan)
+    print(f"{result.folder}: mean return of the last {episodes} episodes {mean:.2f}")
+
+
+# === end shared ===
+
+
+def check_args(args: Args) -> None:
+    """Raises UsageError for flags that are out of range or do not go together."""
+    for name, value in vars(args).items():
+        if name in ("ent_coef", "vf_coef", "clip_coef", "max_grad_norm", "target_kl"):
+            ok = value is None or 0 <= value < math.inf
+            require(ok, f"{name} must be at least 0 and finite, got {value}")
+        elif isinstance(value, float):
+            require(0 <= value <= 1, f"{name} must be from 0 to 1, got {value}")
+        elif type(value) is int:
+            least = 0 if name == "seed" else 1
+            require(value >= least, f"{name} must be at least {least}, got {value}")
+    batch, parts = args.num_envs * args.num_steps, args.num_minibatches
+    message = f"num_envs * num_steps = {batch} must be a multiple of num_minibatches {parts}"
+    require(batch % parts == 0, message)
+
+
+def train(args: Args) -> Result:
+    """Trains one agent, logging it under runs/. Raises UsageError before it writes anything."""
+    check_args(args)
+    envs = make_envs(args.env_id, args.num_envs, args.async_envs)
+    check_envs(args.env_id, envs)
+    space: Any = envs.single_action_space
+    discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
+    box = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f" and len(space.shape) == 1
+    message = f"env_id {args.env_id}: PPO takes actions Discrete(n) or Box of floats [n]"
+    require(discrete or box, f"{message}, got {space}")
+    num_actions = int(space.n if discrete else space.shape[0])
+    example = example_transition(envs)
+    image = is_image(example.observation.shape, example.observation.dtype)
+    message = "normalize_observations: not for images, which the network scales by itself"
+    require(not (image and args.normalize_observations), message)
+    if box:  # clipped there and not in `act`: the loss needs the action that was drawn
+        clip = partial(np.clip, a_min=space.low, a_max=space.high)
+        envs = gym.wrappers.vector.TransformAction(envs, clip)
+
+    def moments(flag: bool | None, default: bool, shape: tuple[int, ...]) -> Moments | None:
+        use = default if flag is None else flag
+        return Moments(jnp.zeros(shape), jnp.ones(shape), jnp.float32(0)) if use else None
+
+    queue = buffers.circular_buffer(args.num_steps)
+    clip_norm = optax.clip_by_global_norm(args.max_grad_norm)
+    optimizer = optax.chain(clip_norm, optax.scale_by_adam(eps=1e-5))
+    network = ActorCritic(num_actions, gaussian=box)
+    params, apply = init_network(network, jax.random.PRNGKey(args.seed), example.observation)
+    row = jax.tree.map(lambda x: jnp.zeros((args.num_envs, *x.shape), x.dtype), example)
+    agent = Agent(
+        params=params,
+        opt_state=optimizer.init(params),
+        queue=queue.init((row, row.terminated)),
+        observations=moments(
+            args.normalize_observations, box and not image, example.observation.shape
+        ),
+        returns=moments(args.normalize_rewards, box, ()),
+        discounted_return=jnp.zeros(args.num_envs),
+    )
+    policy = jax.jit(lambda params, moments, x: apply(params, normalize(x, moments))[0])
+    same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    options = dict(args=args, queue=queue, apply=apply, optimizer=optimizer, same_step=same_step)
+    learn = jax.jit(partial(train_step, **options), donate_argnums=0)
+
+    def act(agent: Agent, noise: np.ndarray, t: int, observation: Any) -> np.ndarray:
+        output = policy(agent.params, agent.observations, observation)
+        return sample(noise[t], np.asarray(output))
+
+    rng = np.random.default_rng(args.seed)
+    env_state = reset_envs(envs, args.seed)
+    run = start_run(args)
+    size = args.num_envs * args.num_steps
+    iterations = math.ceil(args.total_timesteps / size)
+    rows = np.tile(np.arange(size, dtype=np.int32), (args.update_epochs, 1))
+    try:
+        for i in range(iterations):
+            shape = (args.num_steps, args.num_envs, num_actions)
+            noise = (rng.gumbel if discrete else rng.normal)(size=shape).astype(np.float32)
+            acting = partial(act, agent, noise)
+            collected = collect(envs, env_state, acting, args.num_steps, example)
+            env_state, rollout, mask, episodes = collected
+            rate = args.learning_rate * (1 - i / iterations if args.anneal_lr else 1)
+            orders = rng.permuted(rows, axis=1)  # drawn here: sorting is slow in XLA
+            agent, metrics = learn(agent, rollout, mask, orders, np.float32(rate))
+            metrics |= {"charts/learning_rate": rate}
+            log(run, args, (i + 1) * size, size, episodes, metrics)
+    finally:
+        end_run(run)
+        envs.close()
+    return Result(agent, list(run.returns), run.folder)
+
+
+if __name__ == "__main__":
+    main(train, Args)
