@@ -311,8 +311,8 @@ def sample(noise: np.ndarray, output: np.ndarray) -> np.ndarray:
     """Actions [N] or [N, A] from noise [N, A]: Gumbel noise for logits, normal for a Gaussian."""
     if output.shape == noise.shape:
         return (output + noise).argmax(axis=-1)
-    mean, log_std = np.split(output, 2, axis=-1)
-    return mean + np.exp(log_std) * noise
+    size = noise.shape[-1]
+    return output[:, :size] + np.exp(output[:, size:]) * noise
 
 
 def evaluate(output: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:

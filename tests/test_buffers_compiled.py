@@ -25,10 +25,20 @@ FACTORIES = {
     "prioritised sequences": lambda: buffers.prioritised_replay(
         18, 1.0, num_envs=3, sequence_length=3, period=2
     ),
+    "clustered": lambda: buffers.clustered_replay(
+        2, buffers.uniform_replay(6), lambda item: item["id"] % 2
+    ),
+    "clustered sequences": lambda: buffers.clustered_replay(
+        2,
+        buffers.prioritised_replay(18, 1.0, num_envs=3, sequence_length=3, period=2),
+        lambda step: step["id"][0] % 2,
+        1.0,
+    ),
 }
 BUFFERS = {kind: factory() for kind, factory in FACTORIES.items()}
 ENVS = {"circular": (), "items": (), "streams": (3,), "sequences": (3,)}
 ENVS |= {"prioritised": (), "prioritised sequences": (3,)}
+ENVS |= {"clustered": (), "clustered sequences": (3,)}
 REPLICAS, STEPS = 2, 3
 
 
@@ -125,7 +135,7 @@ def shard_map(step, states, xs):
     mesh, spec = jax.make_mesh((REPLICAS,), ("replica",)), PartitionSpec("replica")
 
     def local(states, xs):  # one replica on each device, with a leading axis of 1
-        assert states.size.shape == (1,)
+        assert states.size.shape[0] == 1
         return jax.tree.map(lambda x: x[None], step(at(states, 0), at(xs, 0)))
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
@@ -242,6 +252,9 @@ LARGE = {
     "streams": lambda size, **kwargs: buffers.uniform_replay(size, num_envs=4, **kwargs),
     "sequences": lambda size, **kwargs: buffers.uniform_replay(size, sequence_length=5, **kwargs),
     "prioritised": buffers.prioritised_replay,
+    "clustered": lambda size, **kwargs: buffers.clustered_replay(
+        4, buffers.prioritised_replay(size // 4), lambda item: item["id"] % 4, **kwargs
+    ),
 }
 
 
@@ -269,7 +282,7 @@ def writes(kind, **kwargs):
             lambda s, x, k: buffer.add_and_sample(s, x, k, 8),
             [many, key],
         )
-    if kind == "prioritised":
+    if kind in ("prioritised", "clustered"):
         priorities = jax.ShapeDtypeStruct((8,), np.float32)
         functions["set_priorities"] = (buffer.set_priorities, [indices, priorities])
         functions["sample, set_priorities"] = (
@@ -304,7 +317,11 @@ WRITES = ["add", "add_batch", "add_batch with mask", "update at", "pop", "add_an
         for name in WRITES
         if name != ("add_and_sample" if kind == "circular" else "pop")
     ]
-    + [("prioritised", name) for name in ("set_priorities", "sample, set_priorities")],
+    + [
+        (kind, name)
+        for kind in ("prioritised", "clustered")
+        for name in ("set_priorities", "sample, set_priorities")
+    ],
 )
 def test_writes_do_not_touch_the_whole_storage(kind, name, looped):
     state, functions = writes(kind)

@@ -1,0 +1,216 @@
+"""clustered_replay: where items go and how they are drawn, against plain Python."""
+
+from collections import deque
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax.experimental import checkify
+from scipy import stats
+from test_buffers import as_mask, batches, decode, encode, hypothesis_settings, shift
+
+import buffers
+
+K, ROWS = 3, 4
+
+
+def by_id(item):
+    return item["id"] % K
+
+
+def by_first_id(step):
+    return step["id"][0] // 2 % K
+
+
+INNER = {
+    "uniform": buffers.uniform_replay(ROWS),
+    "prioritised": buffers.prioritised_replay(ROWS),
+    "streams": buffers.prioritised_replay(2 * ROWS, num_envs=2, sequence_length=2),
+}
+REPLAYS = {
+    kind: buffers.clustered_replay(K, inner, by_first_id if kind == "streams" else by_id)
+    for kind, inner in INNER.items()
+}
+
+
+def ids_of(kind, first, count):
+    ids = np.arange(first, first + count)
+    return np.stack([2 * ids, 2 * ids + 1], axis=-1) if kind == "streams" else ids
+
+
+@pytest.mark.parametrize("kind", REPLAYS)
+@settings(hypothesis_settings, max_examples=40)
+@given(added=st.lists(batches(1, 4, 14), max_size=8))
+def test_each_cluster_holds_its_newest(kind, added):
+    replay = REPLAYS[kind]
+    state, total = replay.init(encode(0)), 0
+    model = [deque(maxlen=ROWS) for _ in range(K)]
+    for length, mask in added:
+        ids = ids_of(kind, total, length)
+        state = replay.add_batch(state, encode(ids), as_mask(mask))
+        for row, keep in zip(range(total, total + length), mask or [True] * length, strict=True):
+            if keep:
+                model[row % K].append(row)
+        total += length
+        assert int(replay.size(state)) == sum(map(len, model)) * (2 if kind == "streams" else 1)
+        if kind == "streams":
+            windows = {
+                (2 * a + env, 2 * b + env)
+                for ring in model
+                for a, b in zip(list(ring)[:-1], list(ring)[1:], strict=True)
+                for env in range(2)
+            }
+        else:
+            windows = {(row,) for ring in model for row in ring}
+        assert bool(replay.can_sample(state)) == bool(windows)
+        if not windows:
+            with pytest.raises(ValueError, match="nothing to draw"):
+                replay.sample(state, jax.random.key(0), 512)
+            continue
+        sample = replay.sample(state, jax.random.key(total), 512)
+        drawn = decode(sample.experience).reshape(512, -1)
+        assert set(map(tuple, drawn.tolist())) == windows
+        np.testing.assert_array_equal(decode(replay.get(state, sample.indices)), decode(sample[0]))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_draws_have_the_exact_distribution(kind, power):
+    replay = buffers.clustered_replay(5, INNER[kind], lambda x: x % 5, power)
+    ids = [0, 5, 10, 15, 20, 1, 3, 8]  # clusters 2 and 4 stay empty, 0 has lost its oldest
+    state = replay.add_batch(replay.init(0), jnp.array(ids))
+    held = np.array([5, 10, 15, 20, 1, 3, 8])
+    sizes = np.array([4, 4, 4, 4, 1, 2, 2])
+    clusters = 4**power + 1**power + 2**power
+    wanted = sizes**power / clusters / sizes
+    if kind == "prioritised":
+        probe = replay.sample(state, jax.random.key(9), 4096)
+        index = {int(i): int(j) for i, j in zip(probe.experience, probe.indices, strict=True)}
+        assert sorted(index) == sorted(held)
+        priorities = np.array([1.0, 0.0, 2.0, 3.0, 5.0, 1.0, 4.0])
+        state = replay.set_priorities(state, [index[i] for i in held], priorities)
+        weights = priorities**0.6
+        cluster_sums = {0: weights[:4].sum(), 1: weights[4], 3: weights[5:].sum()}
+        share = np.array([weights[i] / cluster_sums[held[i] % 5] for i in range(7)])
+        wanted = sizes**power / clusters * share
+    one = jax.jit(jax.vmap(lambda key: replay.sample(state, key, 1)))
+    sample = one(jax.random.split(jax.random.key(1), 100_000))  # independent: not stratified
+    drawn = np.asarray(sample.experience[:, 0])
+    counts = np.array([(drawn == i).sum() for i in held])
+    assert counts.sum() == len(drawn)
+    assert (counts[wanted == 0] == 0).all()
+    some = wanted > 0
+    assert stats.chisquare(counts[some], wanted[some] * len(drawn)).pvalue > 1e-3
+    probability = dict(zip(held.tolist(), wanted, strict=True))
+    expected = [probability[i] for i in drawn.tolist()]
+    np.testing.assert_allclose(sample.probabilities[:, 0], expected, rtol=1e-5)
+
+
+def test_a_cluster_without_priority_is_not_drawn():
+    replay = buffers.clustered_replay(2, buffers.prioritised_replay(4), lambda x: x % 2)
+    state = replay.add_batch(replay.init(0), jnp.arange(6))
+    sample = replay.sample(state, jax.random.key(0), 256)
+    odd = np.asarray(sample.indices)[np.asarray(sample.experience) % 2 == 1]
+    state = replay.set_priorities(state, odd, np.zeros(len(odd)))
+    sample = replay.sample(state, jax.random.key(1), 256)
+    assert (np.asarray(sample.experience) % 2 == 0).all()
+    np.testing.assert_allclose(sample.probabilities, 1 / 3, rtol=1e-6)
+    # New items of a cluster get the largest priority of that cluster.
+    assert state.max_priority.tolist() == [0, 0]
+
+
+def test_update_and_stale_indices():
+    replay = REPLAYS["prioritised"]
+    state = replay.add_batch(replay.init(encode(0)), encode(np.arange(9)))
+    sample = replay.sample(state, jax.random.key(0), 64)
+    old = {int(i): int(j) for i, j in zip(decode(sample.experience), sample.indices, strict=True)}
+    state = replay.update(state, shift, np.array([old[4]]))
+    assert replay.get(state, old[4])["id"] == 5
+    assert [int(replay.get(state, old[i])["id"]) for i in (0, 1, 2, 3, 5)] == [0, 1, 2, 3, 5]
+    state = replay.add_batch(state, encode(np.arange(9, 15)))  # two more each: 0, 1, 2 are gone
+    with pytest.raises(ValueError, match="get: an index is not in the buffer"):
+        replay.get(state, old[1])
+    leaves = np.asarray(state.tree[0])
+    state = replay.set_priorities(state, [old[0], old[1], old[2]], [7.0, 8.0, 9.0])
+    np.testing.assert_array_equal(state.tree[0], leaves)
+    state = replay.set_priorities(state, [old[3]], [0.0])
+    assert (np.asarray(state.tree[0]) != leaves).sum() == 1
+
+
+def test_many_clusters_and_sizes_differ_by_power_below_zero():
+    replay = buffers.clustered_replay(300, buffers.uniform_replay(8), lambda x: x, -1.0)
+    items = jnp.concatenate([jnp.full(8, 7), jnp.array([250])])
+    state = replay.add_batch(replay.init(0), items)
+    drawn = np.asarray(replay.sample(state, jax.random.key(0), 20_000).experience)
+    assert stats.binomtest(int((drawn == 250).sum()), 20_000, 8 / 9).pvalue > 1e-3
+    assert set(drawn.tolist()) == {7, 250}
+
+
+def test_trajectories_by_return():
+    """Items that are trajectories, clustered by their return: the rare good ones are kept."""
+
+    def is_good(trajectory):
+        return (trajectory["reward"].sum() >= 10).astype(jnp.int32)
+
+    replay = buffers.clustered_replay(2, buffers.uniform_replay(5), is_good)
+    state = replay.init({"observation": jnp.zeros((10, 2)), "reward": jnp.zeros(10)})
+    good = {"observation": jnp.ones((10, 2)), "reward": jnp.full(10, 2.0)}
+    state = replay.add(state, good)
+    bad = {"observation": jnp.zeros((50, 10, 2)), "reward": jnp.zeros((50, 10))}
+    state = replay.add_batch(state, bad)
+    assert replay.size(state) == 1 + 5
+    sample = replay.sample(state, jax.random.key(0), 1000)
+    assert sample.experience["reward"].shape == (1000, 10)
+    rate = float((sample.experience["reward"].sum(axis=1) == 20).mean())
+    assert 0.45 < rate < 0.55
+    np.testing.assert_array_equal(
+        sample.experience["observation"][:, 0, 0], sample.experience["reward"][:, 0] / 2
+    )
+
+
+def test_a_cluster_out_of_range():
+    replay = buffers.clustered_replay(2, buffers.uniform_replay(4), lambda x: x)
+    state = replay.add_batch(replay.init(0), jnp.array([0, 1]))
+    message = "clustering_fn gave a cluster outside 0 to 1"
+    for wrong in (2, -1):
+        with pytest.raises(ValueError, match=f"add: {message}"):
+            replay.add(state, wrong)
+        with pytest.raises(ValueError, match=f"add_batch: {message}"):
+            replay.add_batch(state, jnp.array([0, wrong]))
+        with pytest.raises(ValueError, match=f"add_and_sample: {message}"):
+            replay.add_and_sample(state, jnp.array([0, wrong]), jax.random.key(0), 2)
+    state = replay.add_batch(state, jnp.array([1, 5]), jnp.array([True, False]))  # left out
+    state = jax.jit(replay.add_batch)(state, jnp.array([7, 0, -3]))  # inside jit: not stored
+    assert state.size.tolist() == [2, 2]
+    checking = buffers.clustered_replay(2, buffers.uniform_replay(4), lambda x: x, debug=True)
+    error, _ = checkify.checkify(jax.jit(checking.add), errors=checkify.user_checks)(
+        checking.init(0), jnp.int32(2)
+    )
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        error.throw()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "make"),
+    [
+        (ValueError, "num_clusters must be at least 1", lambda b: (0, b, by_id)),
+        (TypeError, "must be what uniform_replay .*got CircularBuffer", lambda b: (
+            2, buffers.circular_buffer(4), by_id)),
+        (TypeError, "must be what uniform_replay", lambda b: (
+            2, buffers.clustered_replay(2, b, by_id), by_id)),
+        (ValueError, "more than 2\\*\\*29", lambda b: (2**28, b, by_id)),
+    ],
+)  # fmt: skip
+def test_impossible_buffers(error, message, make):
+    with pytest.raises(error, match=message):
+        buffers.clustered_replay(*make(buffers.uniform_replay(4)))
+
+
+@pytest.mark.parametrize("fn", [lambda x: 1.0, lambda x: jnp.zeros(2, jnp.int32)])
+def test_clusters_that_are_not_integers(fn):
+    replay = buffers.clustered_replay(2, buffers.uniform_replay(4), fn)
+    with pytest.raises(TypeError, match="clustering_fn must return one integer, got"):
+        replay.add(replay.init(0), 1)
