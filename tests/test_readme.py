@@ -1,0 +1,81 @@
+"""The README: its code and its tables of names run, its flags are those of the scripts."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import buffers
+import dqn_jax
+import per_dqn_jax
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_example_runs():
+    code = re.search(r"```python\n(import jax.*?)```", README, re.DOTALL).group(1)
+    names = {}
+    exec(code, names)
+    assert names["sample"].experience["observation"].shape == (128, 4)
+
+
+def test_every_line_of_coming_from_runs():
+    section = README.split("### Coming from")[1].split("\n## ")[0]
+    lines = re.findall(r"^\|.*\| `(.+)` \|$", section, re.MULTILINE)
+    assert len(lines) > 30
+    item = {"observation": jnp.zeros(3), "reward": 0.0}
+
+    def several(*lead):
+        return {
+            "observation": jnp.ones((*lead, 3)),
+            "reward": jnp.arange(np.prod(lead)).reshape(lead) * 1.0,
+        }
+
+    names = dict(
+        buffers=buffers,
+        jax=jax,
+        jnp=jnp,
+        key=jax.random.key(0),
+        item=item,
+        items=several(20),
+        step=several(4) | {"reward": jnp.arange(-4.0, 0.0)},
+        steps=several(20, 4),
+        item_update_fn=lambda x: jax.tree.map(lambda leaf: leaf + 1, x),
+        clustering_fn=lambda x: jnp.int32(x["reward"] > 5),
+    )
+    for line in lines:
+        exec(line, names)
+    # What some of them must have given.
+    assert names["window"]["reward"].shape == (32, 2)
+    np.testing.assert_array_equal(names["second"]["reward"], names["first"]["reward"] + 4)
+    assert names["can_add"]
+    assert names["can_pop"]
+    np.testing.assert_array_equal(names["batch"]["reward"], np.arange(8))
+    np.testing.assert_allclose(names["weights"], 1, rtol=1e-6)
+    assert names["data"]["observation"].shape == (128, 3)
+
+
+def test_flat_buffer_quickstart_on_two_devices():
+    """Flashbax's quickstart in our names: add in batches, can_sample, sample, under pmap."""
+    replay = buffers.uniform_replay(64, num_envs=2, sequence_length=2)
+    item = {"obs": jnp.zeros(5), "reward": jnp.float32(0)}
+    states = jax.pmap(lambda _: replay.init(item))(jnp.arange(2))
+    add = jax.pmap(replay.add, donate_argnums=0)
+    for t in range(40):
+        step = {"obs": jnp.full((2, 2, 5), t * 1.0), "reward": jnp.full((2, 2), t * 1.0)}
+        states = add(states, step)
+        assert jax.pmap(replay.can_sample)(states).tolist() == [t >= 1] * 2
+    draw = jax.pmap(lambda state, key: replay.sample(state, key, 16).experience)
+    pairs = draw(states, jax.random.split(jax.random.key(0), 2))
+    first, second = pairs["reward"][:, :, 0], pairs["reward"][:, :, 1]
+    np.testing.assert_array_equal(second, first + 1)
+    assert first.min() >= 40 - 32
+    assert (first[0] != first[1]).any()
+
+
+def test_every_flag_is_in_the_readme():
+    for module in (dqn_jax, per_dqn_jax):
+        for name in vars(module.Args()):
+            assert f"`--{name.replace('_', '-')}`" in README, name
