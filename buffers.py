@@ -200,7 +200,12 @@ class PrioritisedReplay(NamedTuple):
 
 def _is_checked(layout: Layout, *values: Any) -> bool:
     """Whether mistakes in these values are looked for: not in traced ones, unless asked to."""
-    return layout.debug or not any(isinstance(x, jax.core.Tracer) for x in values)
+    if layout.debug:
+        return True
+    for x in values:  # noqa: SIM110 (faster than all(), and part of every call)
+        if isinstance(x, jax.core.Tracer):
+            return False
+    return True
 
 
 def _check(ok: Any, message: str, **values: Any) -> None:
@@ -219,7 +224,7 @@ def _host(x: Any) -> Any:
 def _indices(name: str, indices: Any) -> Any:
     """Indices as an array: lists and Python ints are taken, floats are not."""
     array = indices if isinstance(indices, jax.Array) else np.asarray(indices)
-    if array.size and not jnp.issubdtype(array.dtype, jnp.integer):
+    if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name}: indices must be integers, got {array.dtype}")
     if isinstance(array, np.ndarray):  # of 64 bits: what int32 cannot hold is no index
         array = np.where((array < 0) | (array >= 2**31), -1, array)
@@ -663,15 +668,19 @@ def _replay(core: Core, donate: bool) -> Any:
     layout, donated = core.layout, _donate(donate)
 
     def check_can_sample(name: str, state: State, added: Any = None) -> None:
-        if _is_checked(layout, state.size):
-            message = (
-                f"{name}: nothing to draw, {{size}} steps held and a draw takes {layout.window} "
-                f"from a multiple of {layout.period} on, of a priority above 0 if there are any: "
-                "add more, or ask can_sample"
-            )
-            size = _host(state.size)
-            size = size if added is None else _at_most(size + added, layout.rows)
-            _check(core.drawable(layout, state, added).any(), message, size=size.sum())
+        if not _is_checked(layout, state.size):
+            return
+        ok = core.drawable(layout, state, added).any()
+        if isinstance(ok, np.bool_) and ok:
+            return
+        message = (
+            f"{name}: nothing to draw, {{size}} steps held and a draw takes {layout.window} "
+            f"from a multiple of {layout.period} on, of a priority above 0 if there are any: "
+            "add more, or ask can_sample"
+        )
+        size = _host(state.size)
+        size = size if added is None else _at_most(size + added, layout.rows)
+        _check(ok, message, size=size.sum())
 
     @jax.jit
     def init(item: PyTree) -> State:
@@ -765,11 +774,13 @@ def _replay(core: Core, donate: bool) -> Any:
 
     @partial(jax.jit, **donated)
     def set_priorities_jit(state: State, indices: Any, priorities: Any) -> State:
+        expected = jax.eval_shape(partial(core.empty, layout))
+        if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, expected):
+            raise ValueError("set_priorities: the state was made by another buffer's init")
         indices, priorities = indices.reshape(-1), priorities.reshape(-1).astype(jnp.float32)
         return weigh(layout, state, indices, priorities)
 
     def set_priorities(state: State, indices: Any, priorities: Any) -> State:
-        _check_state(layout, state)
         indices = _indices("set_priorities", indices)
         if not isinstance(priorities, jax.Array):
             priorities = np.asarray(priorities, np.float32)

@@ -243,7 +243,7 @@ class Batch(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Means over a batch, [] each, under the names that they are logged with."""
+    """Means over a batch, [] each, under the names that their means of an epoch are logged with."""
 
     value_loss: jax.Array
     policy_loss: jax.Array
@@ -404,7 +404,7 @@ def train_step(
     same_step: bool,
 ) -> tuple[Agent, dict[str, jax.Array]]:
     """Learns from a rollout [S, N], an epoch for each of `orders` [epochs, S * N] of rows."""
-    steps, lead = len(mask), mask.shape[1:]
+    steps = len(mask)
     held, (rollout, mask) = queue.pop(queue.add_batch(agent.queue, (rollout, mask)), steps)
     agent, rollout = normalize_rewards(agent._replace(queue=held), rollout, mask, args.gamma)
 
@@ -414,14 +414,13 @@ def train_step(
     # In NEXT_STEP mode s' is the s of the row after, also at the end of an episode.
     last = rollout.next_observation if same_step else rollout.next_observation[-1:]
     observation = normalize(jnp.concatenate([rollout.observation, last]), agent.observations)
-    output, value = apply(agent.params, flat(observation))
-    value = value.reshape(-1, *lead)
-    advantage = gae(rollout, mask, value[:steps], value[-steps:], args.gamma, args.gae_lambda)
-    action = flat(rollout.action)
-    log_prob = evaluate(output[: mask.size], action)[0].reshape(mask.shape)
-    rows = flat(
-        Batch(observation[:steps], rollout.action, log_prob, value[:steps], advantage, mask)
-    )
+    output, values = apply(agent.params, flat(observation))
+    values = values.reshape(-1, mask.shape[1])
+    value, next_value = values[:steps], values[-steps:]
+    advantage = gae(rollout, mask, value, next_value, args.gamma, args.gae_lambda)
+    log_prob, _ = evaluate(output[: mask.size], flat(rollout.action))
+    log_prob = log_prob.reshape(mask.shape)
+    rows = flat(Batch(observation[:steps], rollout.action, log_prob, value, advantage, mask))
 
     def update(carry: tuple, index: jax.Array) -> tuple[tuple, Losses]:
         params, opt_state = carry
@@ -630,6 +629,8 @@ def check_args(args: Args) -> None:
     batch, parts = args.num_envs * args.num_steps, args.num_minibatches
     message = f"num_envs * num_steps = {batch} must be a multiple of num_minibatches {parts}"
     require(batch % parts == 0, message)
+    message = f"norm_adv: a minibatch must have at least 2 of the {batch} rows, num_minibatches is"
+    require(not args.norm_adv or batch // parts >= 2, f"{message} {parts}")
 
 
 def train(args: Args) -> Result:
@@ -657,6 +658,7 @@ def train(args: Args) -> Result:
 
     queue = buffers.circular_buffer(args.num_steps)
     clip_norm = optax.clip_by_global_norm(args.max_grad_norm)
+    # Without the learning rate, which `train_step` is given each time.
     optimizer = optax.chain(clip_norm, optax.scale_by_adam(eps=1e-5))
     network = ActorCritic(num_actions, gaussian=box)
     params, apply = init_network(network, jax.random.PRNGKey(args.seed), example.observation)

@@ -4,8 +4,9 @@
 
 Prints a table with a line for each operation, place and capacity: the median of interleaved
 repetitions, and of a peer the median, smallest and largest ratio to ours in the same repetition
-(above 1: ours is faster). Buffers are full of CartPole transitions, with the write position in the
-middle. A peer that is not installed is left out, and the output says so.
+(above 1: ours is faster). Buffers are full, with the write position in the middle, of CartPole
+transitions or, with `--item image`, of one (32, 32, 3) float32 observation. A peer that is not
+installed is left out, and the output says so.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -30,12 +32,15 @@ import buffers
 REPETITIONS = 15
 BATCH = 256
 KEY = jax.random.PRNGKey(0)
-ITEM = {
-    "observation": jnp.ones(4),
-    "action": jnp.int32(1),
-    "reward": jnp.float32(1),
-    "next_observation": jnp.ones(4),
-    "terminated": jnp.array(False),
+ITEMS = {
+    "cartpole": {
+        "observation": jnp.ones(4),
+        "action": jnp.int32(1),
+        "reward": jnp.float32(1),
+        "next_observation": jnp.ones(4),
+        "terminated": jnp.array(False),
+    },
+    "image": {"observation": jnp.ones((32, 32, 3))},
 }
 
 
@@ -48,22 +53,22 @@ class Library(NamedTuple):
     calls: dict[tuple[str, str], Callable[..., tuple[Any, Any]]]
 
 
-def items(count: int) -> Any:
+def several(item: Any, count: int) -> Any:
     """That many items."""
-    return jax.tree.map(lambda x: jnp.stack([x] * count), ITEM)
+    return jax.tree.map(lambda x: jnp.tile(x, (count, *[1] * x.ndim)), item)
 
 
-def full(init: Callable, add_batch: Callable, capacity: int) -> Any:
+def full(item: Any, init: Callable, add_batch: Callable, capacity: int) -> Any:
     """The state of a full buffer with the write position in the middle, written in blocks."""
-    state, block = init(ITEM), items(capacity // 10)
+    state, block = init(item), several(item, capacity // 10)
     for _ in range(15):
         state = add_batch(state, block)
     return state
 
 
-def ours(capacity: int) -> Library:
+def ours(item: Any, capacity: int) -> Library:
     """The operations of buffers.py."""
-    rows, mask = items(128), jnp.arange(128) % 10 > 0
+    rows, mask = several(item, 128), jnp.arange(128) % 10 > 0
     uniform, per = buffers.uniform_replay(capacity), buffers.prioritised_replay(capacity)
 
     def sample_and_set(state: Any, key: Any, _: Any, priorities: Any) -> tuple[Any, Any]:
@@ -72,15 +77,15 @@ def ours(capacity: int) -> Library:
 
     return Library(
         {
-            "uniform": full(uniform.init, uniform.add_batch, capacity),
-            "prioritised": full(per.init, per.add_batch, capacity),
+            "uniform": full(item, uniform.init, uniform.add_batch, capacity),
+            "prioritised": full(item, per.init, per.add_batch, capacity),
         },
         {
-            ("uniform", "add 1"): lambda s, *_: (uniform.add(s, ITEM), 0),
+            ("uniform", "add 1"): lambda s, *_: (uniform.add(s, item), 0),
             ("uniform", "add 128"): lambda s, *_: (uniform.add_batch(s, rows), 0),
             ("uniform", "add 128, masked"): lambda s, *_: (uniform.add_batch(s, rows, mask), 0),
             ("uniform", "sample 256"): lambda s, key, *_: (s, uniform.sample(s, key, BATCH)),
-            ("prioritised", "add 1"): lambda s, *_: (per.add(s, ITEM), 0),
+            ("prioritised", "add 1"): lambda s, *_: (per.add(s, item), 0),
             ("prioritised", "add 128"): lambda s, *_: (per.add_batch(s, rows), 0),
             ("prioritised", "sample 256"): lambda s, key, *_: (s, per.sample(s, key, BATCH)),
             ("prioritised", "set 256"): lambda s, _, i, p: (per.set_priorities(s, i, p), 0),
@@ -89,11 +94,11 @@ def ours(capacity: int) -> Library:
     )
 
 
-def flashbax(capacity: int) -> Library:
+def flashbax(item: Any, capacity: int) -> Library:
     """Flashbax's item buffers, jitted and with the state donated, as its README does."""
     import flashbax as fbx
 
-    rows, one = items(128), jax.tree.map(lambda x: x[None], ITEM)
+    rows, one = several(item, 128), several(item, 1)
     sizes: Any = dict(max_length=capacity, min_length=1, sample_batch_size=BATCH, add_batches=True)
     uniform = fbx.make_item_buffer(**sizes)
     per = fbx.make_prioritised_item_buffer(**sizes, priority_exponent=0.6)
@@ -107,8 +112,8 @@ def flashbax(capacity: int) -> Library:
 
     return Library(
         {
-            "uniform": full(uniform.init, uniform_add, capacity),
-            "prioritised": full(per.init, per_add, capacity),
+            "uniform": full(item, uniform.init, uniform_add, capacity),
+            "prioritised": full(item, per.init, per_add, capacity),
         },
         {
             ("uniform", "add 1"): lambda s, *_: (uniform_add(s, one), 0),
@@ -123,7 +128,84 @@ def flashbax(capacity: int) -> Library:
     )
 
 
-PEERS: dict[str, Callable[[int], Library]] = {"flashbax": flashbax}
+def numpy_of(item: Any) -> dict[str, np.ndarray]:
+    """An item for libraries that are not of JAX."""
+    return {name: np.asarray(x) for name, x in item.items()}
+
+
+def stable_baselines3(item: Any, capacity: int) -> Library:
+    """Its ReplayBuffer of one environment; `add 128` is one of 128 environments."""
+    import gymnasium as gym
+    from stable_baselines3.common.buffers import ReplayBuffer
+
+    observation = numpy_of(item)["observation"]
+    box = gym.spaces.Box(-1.0, 1.0, observation.shape)
+    states, rows = {}, {}
+    for envs in (1, 128):
+        buffer = ReplayBuffer(capacity, box, gym.spaces.Discrete(2), n_envs=envs, device="cpu")
+        buffer.pos, buffer.full = buffer.buffer_size // 2, True
+        x = np.tile(observation, (envs, *[1] * observation.ndim))
+        zeros = np.zeros(envs)
+        states[envs], rows[envs] = buffer, (x, x, zeros.astype(int), zeros, zeros, [{}] * envs)
+
+    def add(envs: int) -> Callable:
+        return lambda s, *_: (s, states[envs].add(*rows[envs]))
+
+    return Library(
+        {"uniform": states},
+        {
+            ("uniform", "add 1"): add(1),
+            ("uniform", "add 128"): add(128),
+            ("uniform", "sample 256"): lambda s, *_: (s, states[1].sample(BATCH)),
+        },
+    )
+
+
+def cpprb(item: Any, capacity: int) -> Library:
+    """Its ReplayBuffer and PrioritizedReplayBuffer, in C++."""
+    import cpprb as library
+
+    one = numpy_of(item)
+    rows = {name: np.tile(x, (128, *[1] * x.ndim)) for name, x in one.items()}
+    shapes: Any = {
+        name: {"shape": x.shape, "dtype": x.dtype} if x.shape else {"dtype": x.dtype}
+        for name, x in one.items()
+    }
+    uniform = library.ReplayBuffer(capacity, shapes)
+    per = library.PrioritizedReplayBuffer(capacity, shapes, alpha=0.6)
+    for buffer in (uniform, per):
+        block = {k: np.tile(x, (capacity // 10, *[1] * x.ndim)) for k, x in one.items()}
+        for _ in range(15):
+            buffer.add(**block)
+
+    def set_256(s: Any, _: Any, i: Any, p: Any) -> tuple[Any, Any]:
+        return s, per.update_priorities(np.asarray(i) % capacity, np.asarray(p))
+
+    def sample_and_set(s: Any, _: Any, __: Any, p: Any) -> tuple[Any, Any]:
+        drawn = per.sample(BATCH, beta=0.4)
+        return s, per.update_priorities(drawn["indexes"], np.asarray(p))
+
+    return Library(
+        {"uniform": uniform, "prioritised": per},
+        {
+            ("uniform", "add 1"): lambda s, *_: (s, uniform.add(**one)),
+            ("uniform", "add 128"): lambda s, *_: (s, uniform.add(**rows)),
+            ("uniform", "sample 256"): lambda s, *_: (s, uniform.sample(BATCH)),
+            ("prioritised", "add 1"): lambda s, *_: (s, per.add(**one)),
+            ("prioritised", "add 128"): lambda s, *_: (s, per.add(**rows)),
+            ("prioritised", "sample 256"): lambda s, *_: (s, per.sample(BATCH, beta=0.4)),
+            ("prioritised", "set 256"): set_256,
+            ("prioritised", "sample, set 256"): sample_and_set,
+        },
+    )
+
+
+PEERS: dict[str, Callable[[Any, int], Library]] = {
+    "flashbax": flashbax,
+    "stable_baselines3": stable_baselines3,
+    "cpprb": cpprb,
+}
+NOT_IN_JAX = {"stable_baselines3", "cpprb"}  # cannot be called inside scan
 
 
 def arguments(capacity: int, count: int, first: int) -> tuple[Any, Any, Any]:
@@ -167,7 +249,9 @@ def measure(
     name: tuple[str, str], libraries: dict[str, Library], how: Callable, count: int, capacity: int
 ) -> dict[str, list[float]]:
     """Microseconds of each repetition of one operation, for each library that has it."""
-    times: dict[str, list[float]] = {k: [] for k, v in libraries.items() if name in v.calls}
+    left_out = NOT_IN_JAX if how is inside_scan else set()
+    measured = [k for k, v in libraries.items() if name in v.calls and k not in left_out]
+    times: dict[str, list[float]] = {library: [] for library in measured}
     for repetition in range(REPETITIONS + 1):
         for library in times:
             states, calls = libraries[library]
@@ -197,6 +281,7 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="measure only buffers whose name starts so")
+    parser.add_argument("--item", choices=ITEMS, default="cartpole")
     parser.add_argument("--capacities", nargs="*", type=int, default=[10**4, 10**5, 10**6])
     args = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -209,7 +294,9 @@ def main() -> None:
     print(f"| buffer | operation | from | capacity | ours | {heads} |")
     print("|---" * (5 + 2 * len(peers)) + "|")
     for capacity in args.capacities:
-        libraries = {"ours": ours(capacity)} | {peer: PEERS[peer](capacity) for peer in peers}
+        item = ITEMS[args.item]
+        libraries = {"ours": ours(item, capacity)}
+        libraries |= {peer: PEERS[peer](item, capacity) for peer in peers}
         for how, where, count in ((from_python, "Python", 300), (inside_scan, "scan", 500)):
             for name in libraries["ours"].calls:
                 if name[0].startswith(args.only):
