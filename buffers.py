@@ -184,9 +184,7 @@ class PrioritisedReplay(NamedTuple):
     add: Callable[[PrioritisedState, PyTree], PrioritisedState]
     add_batch: Callable[..., PrioritisedState]
     sample: Callable[[PrioritisedState, Array, int], Sample]
-    add_and_sample: Callable[
-        [PrioritisedState, PyTree, Array, int], tuple[PrioritisedState, Sample]
-    ]
+    add_and_sample: Callable[..., tuple[PrioritisedState, Sample]]
     get: Callable[[PrioritisedState, Any], PyTree]
     update: Callable[..., PrioritisedState]
     size: Callable[[PrioritisedState], Array]
@@ -945,11 +943,8 @@ def prioritised_replay(
     Args:
       max_size: items held, over all environments; then each new row overwrites the oldest.
       priority_exponent: alpha, 0 or more; 0 is uniform replay.
-      num_envs: as in `uniform_replay`.
-      sequence_length: as in `uniform_replay`. A window has one priority, that of its first item.
-      period: as in `uniform_replay`.
-      donate: as in `uniform_replay`.
-      debug: as in `uniform_replay`.
+      num_envs, sequence_length, period, donate, debug: as in `uniform_replay`. A window has one
+        priority, that of its first item.
 
     Raises:
       TypeError, ValueError: as in `uniform_replay`; `priority_exponent` is negative or not finite.
@@ -1075,8 +1070,7 @@ def clustered_replay(
       distribution_power: a cluster is drawn with a probability in proportion to the number of items
         that a draw may start at, to this power: 0 draws all clusters alike that have any, 1 draws
         as one uniform buffer.
-      donate: as in `uniform_replay`.
-      debug: as in `uniform_replay`.
+      donate, debug: as in `uniform_replay`.
 
     Returns:
       The functions of `cluster_buffer`, a `Replay` or a `PrioritisedReplay`. The leaves of their
@@ -1115,10 +1109,9 @@ def clustered_replay(
         if not _is_checked(layout, mask, *jax.tree.leaves(items)):
             return None
         cluster = _host(clusters_of(items))
-        wrong = (cluster < 0) | (cluster >= clusters)
-        wrong = wrong if mask is None else wrong & _host(mask)
-        message = f"{name}: clustering_fn gave a cluster outside 0 to {clusters - 1}"
-        _check(~wrong.any(), message)
+        ok = (cluster >= 0) & (cluster < clusters)
+        ok = ok if mask is None else ok | ~_host(mask)
+        _check(ok.all(), f"{name}: clustering_fn gave a cluster outside 0 to {clusters - 1}")
         return (cluster[:, None] == np.arange(clusters)[None]).sum(0, dtype=np.int32)
 
     def empty(layout: Layout) -> State:
