@@ -576,12 +576,20 @@ def test_help_has_a_line_for_every_flag(tmp_path):
         assert f"--{name.replace('_', '-')}" in done.stdout
 
 
-def test_shared_blocks_are_marked_and_closed():
-    """Text that the scripts share stands between these marks, so that it can be compared."""
-    lines = (ROOT / "dqn_jax.py").read_text().splitlines()
-    marks = [line.strip() for line in lines if "=== " in line]
+def shared_blocks(script):
+    """name: text, of what stands between the marks."""
+    text = (ROOT / script).read_text()
+    marks = [line.strip() for line in text.splitlines() if "# === " in line]
     names = [re.fullmatch(r"# === shared: ([\w ]+) ===", mark) for mark in marks[::2]]
-    assert len(names) >= 5
     assert all(names)
-    assert len({name.group(1) for name in names if name}) == len(names)
     assert set(marks[1::2]) == {"# === end shared ==="}
+    blocks = re.findall(r"# === shared: ([\w ]+) ===\n(.*?)# === end shared ===", text, re.DOTALL)
+    assert len(dict(blocks)) == len(blocks) == len(names)
+    return dict(blocks)
+
+
+def test_text_that_the_scripts_share_is_the_same():
+    blocks = shared_blocks("dqn_jax.py")
+    assert len(blocks) >= 6
+    for script in ("per_dqn_jax.py", "ppo_jax.py"):
+        assert shared_blocks(script) == blocks, script

@@ -297,8 +297,7 @@ def make_orders(args, seed=0):
 SMALL = dict(num_envs=4, num_steps=16, num_minibatches=2, update_epochs=3, learning_rate=1e-2)
 
 
-@pytest.mark.parametrize("discrete", [True, False])
-@pytest.mark.parametrize("next_step", [True, False])
+@pytest.mark.parametrize(("discrete", "next_step"), [(True, True), (False, False)])
 def test_train_step_against_a_plain_loop(discrete, next_step):
     """Masked rows are thrown away there; here they must be as good as that."""
     args = Args(**{**SMALL, "update_epochs": 2}, gamma=0.9, ent_coef=0.02)
@@ -340,11 +339,11 @@ def test_train_step_against_a_plain_loop(discrete, next_step):
         error = jnp.maximum((v - target[rows]) ** 2, (near - target[rows]) ** 2).mean()
         return policy - 0.02 * entropy.mean() + 0.5 * 0.5 * error
 
-    params = agent.params
+    params, grad = agent.params, jax.jit(jax.grad(loss))
     for order in orders:
         for rows in order.reshape(2, -1):
             kept = rows[mask.ravel()[rows]]
-            params = params - 1e-2 * jax.grad(loss)(params, kept)
+            params = params - 1e-2 * grad(params, kept)
     np.testing.assert_allclose(new.params, params, rtol=1e-4, atol=2e-6)
     kept = mask.ravel()
     explained = 1 - np.var((target - value)[kept]) / np.var(target[kept])
@@ -356,8 +355,7 @@ def test_train_step_against_a_plain_loop(discrete, next_step):
 NORMALIZED = dict(normalize_observations=True, normalize_rewards=True)
 
 
-@pytest.mark.parametrize("discrete", [True, False])
-@pytest.mark.parametrize("flags", [{}, NORMALIZED])
+@pytest.mark.parametrize(("discrete", "flags"), [(True, {}), (False, NORMALIZED)])
 def test_masked_rows_change_nothing(discrete, flags):
     args = Args(**SMALL, **flags)
     _, agent, step = make_step(args, discrete)
@@ -404,10 +402,8 @@ def test_target_kl_stops_after_an_epoch():
     assert stopped.opt_state[1].count == 2
     np.testing.assert_allclose(metrics["losses/approx_kl"], metrics_one["losses/approx_kl"], 1e-4)
     never, _ = learned(target_kl=1e3)
-    without, _ = learned()
-    np.testing.assert_allclose(never.params, without.params, rtol=1e-6)
     assert never.opt_state[1].count == 6
-    assert np.abs(np.asarray(without.params - stopped.params)).max() > 1e-3
+    assert np.abs(np.asarray(never.params - stopped.params)).max() > 1e-3
 
 
 @cache
@@ -426,18 +422,11 @@ def params_after_two_steps(**changes):
     [
         dict(norm_adv=False),
         dict(clip_vloss=False),
-        dict(clip_coef=0.01),
-        dict(ent_coef=0.5),
-        dict(vf_coef=0.1),
-        dict(max_grad_norm=0.01),
-        dict(gamma=0.5),
-        dict(gae_lambda=0.1),
         dict(normalize_observations=True),
         dict(normalize_rewards=True),
-        dict(learning_rate=1e-3),
     ],
 )
-def test_every_flag_does_something(changes):
+def test_switches_do_something(changes):
     difference = params_after_two_steps() - params_after_two_steps(**changes)
     assert np.abs(difference).max() > 1e-4
 
@@ -549,9 +538,9 @@ def test_image_probe():
     """uint8 images go through the Nature CNN, whose features actor and critic share."""
     args = Args(
         env_id="ProbeImage-v0",
-        total_timesteps=768,
+        total_timesteps=512,
         num_envs=2,
-        num_steps=32,
+        num_steps=16,
         learning_rate=1e-3,
         ent_coef=0.0,
     )
@@ -581,7 +570,8 @@ SHORT = dict(total_timesteps=3_000, log_interval=512)
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_same_seed_same_run(env_id):
-    runs = [ppo_jax.train(Args(env_id=env_id, seed=seed, **SHORT)) for seed in (1, 1, 2)]
+    args = dict(env_id=env_id, total_timesteps=1_500)
+    runs = [ppo_jax.train(Args(seed=seed, **args)) for seed in (1, 1, 2)]
     jax.tree.map(np.testing.assert_array_equal, runs[0].agent, runs[1].agent)
     assert runs[0].returns == runs[1].returns != runs[2].returns
     assert not np.array_equal(runs[0].agent.params, runs[2].agent.params)

@@ -10,6 +10,7 @@ import numpy as np
 import buffers
 import dqn_jax
 import per_dqn_jax
+import ppo_jax
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -76,6 +77,6 @@ def test_flat_buffer_quickstart_on_two_devices():
 
 
 def test_every_flag_is_in_the_readme():
-    for module in (dqn_jax, per_dqn_jax):
+    for module in (dqn_jax, per_dqn_jax, ppo_jax):
         for name in vars(module.Args()):
             assert f"`--{name.replace('_', '-')}`" in README, name
