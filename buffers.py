@@ -916,9 +916,10 @@ def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, 
         child, target = _choose(sums, target)
         node = node * FANOUT + child
     weights = tree[0].at[node].get(mode="promise_in_bounds")
-    probabilities = weights / jnp.where(total > 0, total, 1)
-    # Drawn for good before the tree is written again: otherwise XLA copies it in a loop.
-    return jax.lax.optimization_barrier((node, probabilities))
+    # A function of the weights, as well, so that nothing is written before they are read: XLA would
+    # copy the tree in a loop that draws and sets. (It drops an optimization_barrier too soon.)
+    node = jnp.where(weights >= 0, node, 0)
+    return node, weights / jnp.where(total > 0, total, 1)
 
 
 # ------------------------------------------------------------------------------------- prioritised

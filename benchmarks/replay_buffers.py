@@ -66,10 +66,28 @@ def full(item: Any, init: Callable, add_batch: Callable, capacity: int) -> Any:
     return state
 
 
-def ours(item: Any, capacity: int) -> Library:
+def jitted(replay: Any) -> Any:
+    """Its functions within jit, where mistakes in values are not looked for."""
+    in_jit = replay._replace(
+        add=jax.jit(replay.add, donate_argnums=0),
+        add_batch=jax.jit(replay.add_batch, donate_argnums=0),
+        sample=jax.jit(replay.sample, static_argnums=2),
+    )
+    if not hasattr(replay, "set_priorities"):
+        return in_jit
+    return in_jit._replace(set_priorities=jax.jit(replay.set_priorities, donate_argnums=0))
+
+
+def ours_in_jit(item: Any, capacity: int) -> Library:
+    """The operations of buffers.py, called as those of Flashbax are."""
+    return ours(item, capacity, jitted)
+
+
+def ours(item: Any, capacity: int, wrap: Callable = lambda replay: replay) -> Library:
     """The operations of buffers.py."""
     rows, mask = several(item, 128), jnp.arange(128) % 10 > 0
-    uniform, per = buffers.uniform_replay(capacity), buffers.prioritised_replay(capacity)
+    uniform = wrap(buffers.uniform_replay(capacity))
+    per = wrap(buffers.prioritised_replay(capacity))
 
     def sample_and_set(state: Any, key: Any, _: Any, priorities: Any) -> tuple[Any, Any]:
         drawn = per.sample(state, key, BATCH)
@@ -201,11 +219,12 @@ def cpprb(item: Any, capacity: int) -> Library:
 
 
 PEERS: dict[str, Callable[[Any, int], Library]] = {
+    "ours_in_jit": ours_in_jit,
     "flashbax": flashbax,
     "stable_baselines3": stable_baselines3,
     "cpprb": cpprb,
 }
-NOT_IN_JAX = {"stable_baselines3", "cpprb"}  # cannot be called inside scan
+ONLY_FROM_PYTHON = {"ours_in_jit", "stable_baselines3", "cpprb"}  # inside scan all is in jit
 
 
 def arguments(capacity: int, count: int, first: int) -> tuple[Any, Any, Any]:
@@ -249,13 +268,14 @@ def measure(
     name: tuple[str, str], libraries: dict[str, Library], how: Callable, count: int, capacity: int
 ) -> dict[str, list[float]]:
     """Microseconds of each repetition of one operation, for each library that has it."""
-    left_out = NOT_IN_JAX if how is inside_scan else set()
+    left_out = ONLY_FROM_PYTHON if how is inside_scan else set()
     measured = [k for k, v in libraries.items() if name in v.calls and k not in left_out]
     times: dict[str, list[float]] = {library: [] for library in measured}
     for repetition in range(REPETITIONS + 1):
         for library in times:
             states, calls = libraries[library]
-            first = int(states[name[0]].cursor - states[name[0]].size) if library == "ours" else 0
+            own = library.startswith("ours")
+            first = int(states[name[0]].cursor - states[name[0]].size) if own else 0
             each = arguments(capacity, count, first)
             states[name[0]], microseconds = how(calls[name], states[name[0]], each)
             if repetition:  # the first one compiles
@@ -285,10 +305,11 @@ def main() -> None:
     parser.add_argument("--capacities", nargs="*", type=int, default=[10**4, 10**5, 10**6])
     args = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    peers = [peer for peer in PEERS if importlib.util.find_spec(peer)]
+    peers = [peer for peer in PEERS if peer == "ours_in_jit" or importlib.util.find_spec(peer)]
     for peer in PEERS.keys() - set(peers):
         print(f"{peer} is not installed: pip install -e '.[bench]'")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", *peers))
+    names = ["jax", *(peer for peer in peers if peer != "ours_in_jit")]
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     print(f"{versions}; {jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores; microseconds\n")
     heads = " | ".join(f"{peer} | ratio" for peer in peers)
     print(f"| buffer | operation | from | capacity | ours | {heads} |")

@@ -285,10 +285,12 @@ def writes(kind, **kwargs):
     if kind in ("prioritised", "clustered"):
         priorities = jax.ShapeDtypeStruct((8,), np.float32)
         functions["set_priorities"] = (buffer.set_priorities, [indices, priorities])
-        functions["sample, set_priorities"] = (
-            lambda s, k, p: buffer.set_priorities(s, buffer.sample(s, k, 8).indices, p),
-            [key, priorities],
-        )
+
+        def sample_and_set(state, key, priorities):
+            sample = buffer.sample(state, key, 8)
+            return buffer.set_priorities(state, sample.indices, priorities), sample
+
+        functions["sample, set_priorities"] = (sample_and_set, [key, priorities])
     return jax.eval_shape(buffer.init, ITEM), functions
 
 
@@ -332,7 +334,9 @@ def test_writes_do_not_touch_the_whole_storage(kind, name, looped):
 
         def body(state, xs):
             out = function(state, *xs)
-            return out if name in ("pop", "add_and_sample") else (out, None)
+            return (
+                out if name in ("pop", "add_and_sample", "sample, set_priorities") else (out, None)
+            )
 
         run = jax.jit(lambda s, xs: jax.lax.scan(body, s, xs, length=100), donate_argnums=0)
         compiled = run.lower(state, shapes(tuple(args), 100)).compile()
