@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,28 @@ def flashbax(item: Any, capacity: int) -> Library:
     )
 
 
+def dejax(item: Any, capacity: int) -> Library:
+    """Its uniform buffer, patched for today's JAX: without jnp.alltrue, and checks left in jit."""
+    import dejax as library
+    from dejax import circular_buffer, uniform
+
+    no_checks = types.SimpleNamespace(check=lambda *_: None)
+    circular_buffer.checkify = uniform.checkify = no_checks
+    circular_buffer.jnp = types.SimpleNamespace(alltrue=jnp.all, logical_and=jnp.logical_and)
+    rows = several(item, 128)
+    buffer = library.uniform_replay(capacity)
+    add, add_batch = (jax.jit(f, donate_argnums=0) for f in (buffer.add_fn, buffer.add_batch_fn))
+    sample = jax.jit(buffer.sample_fn, static_argnums=2)
+    return Library(
+        {"uniform": full(item, buffer.init_fn, add_batch, capacity)},
+        {
+            ("uniform", "add 1"): lambda s, *_: (add(s, item), 0),
+            ("uniform", "add 128"): lambda s, *_: (add_batch(s, rows), 0),
+            ("uniform", "sample 256"): lambda s, key, *_: (s, sample(s, key, BATCH)),
+        },
+    )
+
+
 def numpy_of(item: Any) -> dict[str, np.ndarray]:
     """An item for libraries that are not of JAX."""
     return {name: np.asarray(x) for name, x in item.items()}
@@ -221,6 +244,7 @@ def cpprb(item: Any, capacity: int) -> Library:
 PEERS: dict[str, Callable[[Any, int], Library]] = {
     "ours_in_jit": ours_in_jit,
     "flashbax": flashbax,
+    "dejax": dejax,
     "stable_baselines3": stable_baselines3,
     "cpprb": cpprb,
 }
