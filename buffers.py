@@ -361,7 +361,7 @@ def _empty_storage(layout: Layout, item: PyTree) -> PyTree:
 
 
 def _row(layout: Layout, ring: State, item: PyTree) -> PyTree:
-    """One row for `_write`, as `add` takes it: an item, or [N, ...]."""
+    """One row for `_put`, as `add` takes it: an item, or [N, ...]."""
     lead, axes = ((layout.envs,), "num_envs, ") if layout.streams else ((), "")
     _check_state(layout, ring)
     _check_items("add", ring.storage, item, lead, axes)
@@ -374,7 +374,7 @@ def _length(items: PyTree) -> int:
 
 
 def _rows(layout: Layout, ring: State, items: PyTree) -> PyTree:
-    """Rows for `_write`, as `add_batch` takes them: [L, ...], or [L, N, ...]."""
+    """Rows for `_put`, as `add_batch` takes them: [L, ...], or [L, N, ...]."""
     _check_state(layout, ring)
     count = _length(items)
     lead, axes = ((layout.envs,), "num_envs, ") if layout.streams else ((), "")
@@ -1065,7 +1065,7 @@ def clustered_replay(
     Args:
       num_clusters: K.
       cluster_buffer: a `uniform_replay` or a `prioritised_replay`, with streams or without, of the
-        size of one cluster. It says what the functions do; its own donate and debug do not count.
+        size of one cluster; its donate and debug do not count. Each has a max_priority of its own.
       clustering_fn: gives the cluster, an integer from 0 to K - 1, of what `add` takes: an item, or
         a step of N environments. Outside that: ValueError; inside jit the row is not stored.
       distribution_power: a cluster is drawn with a probability in proportion to the number of items

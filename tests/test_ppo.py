@@ -675,13 +675,3 @@ def test_help_has_a_line_for_every_flag(tmp_path):
     assert done.returncode == 0
     for name in vars(Args()):
         assert f"--{name.replace('_', '-')}" in done.stdout
-
-
-def test_shared_blocks_are_those_of_dqn_jax():
-    def blocks(name):
-        text = (ROOT / name).read_text()
-        found = re.findall(r"# === shared: ([\w ]+) ===\n(.*?)# === end shared ===", text, re.S)
-        return dict(found)
-
-    assert len(blocks("ppo_jax.py")) == 6
-    assert blocks("ppo_jax.py") == blocks("dqn_jax.py")
