@@ -14,6 +14,7 @@ learns from that in one compiled call, while the next rollout is being collected
 S steps of a rollout, N environments, B batch.
 """
 
+import copy
 import importlib
 import math
 import os
@@ -22,11 +23,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
 import gymnasium as gym
@@ -36,10 +38,17 @@ import numpy as np
 import optax
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers.vector import TransformAction
+from jax.flatten_util import ravel_pytree
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 import buffers
+
+# === shared: choice ===
+# A flag that may be left to the script: --x, --no-x or neither.
+Choice = Annotated[bool | None, tyro.conf.arg(metavar="/ --no-...")]
+# === end shared ===
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,13 @@ class Args:
     async_envs: bool = False
     """step each environment in a process of its own: pays for slow environments only"""
     log_interval: int = 1_000
-    """environment steps between two points of losses/ and charts/SPS; episodes are all logged"""
+    """environment steps between two points of losses/ and charts/SPS"""
+    compiled: Choice = None
+    """compile environment and training into one program; if not said, where that is possible"""
+    num_seeds: int = 1
+    """agents trained at once, with this seed and the ones after it; compiled only"""
+    num_devices: int = 1
+    """devices to spread the seeds over, or the environments of one agent; compiled only"""
     # === end shared ===
     num_envs: int = 1
     """environments stepped together; the ratio of gradient to environment steps stays the same"""
@@ -101,23 +116,45 @@ def require(ok: bool, message: str) -> None:
         raise UsageError(message)
 
 
-def make_envs(env_id: str, num_envs: int, async_envs: bool) -> VectorEnv:
-    """The environment's native vector version where that pays, else a sync or an async one."""
+def functional(envs: VectorEnv) -> Any:
+    """The functional environment behind `envs`, None if there is none or wrappers change it."""
+    spec: Any = envs.spec
+    inner = getattr(envs.unwrapped, "envs", [envs])[0].unwrapped
+    env = copy.copy(getattr(inner, "func_env", None))
+    # Gymnasium puts jitted and batched functions of the instance before the pure ones of the class.
+    for name in ("initial", "transition", "observation", "reward", "terminal") if env else ():
+        vars(env).pop(name, None)
+    return None if spec.additional_wrappers else env
+
+
+def make_envs(args: Any) -> VectorEnv:
+    """The environment's native vector version where that pays, else a sync or an async one.
+
+    If training is to be compiled a single one, for its spaces and its functions.
+    """
     try:
-        module, _, name = env_id.rpartition(":")
+        module, _, name = args.env_id.rpartition(":")
         if module:
             importlib.import_module(module)
-        spec = gym.spec(name)
-        if spec.vector_entry_point and not async_envs and (num_envs >= 4 or not spec.entry_point):
-            envs = gym.make_vec(spec, num_envs, "vector_entry_point")
+        spec, n, native = gym.spec(name), args.num_envs, "vector_entry_point"
+        if args.compiled is not False and not args.async_envs:
+            envs = gym.make_vec(spec, 1, "sync" if spec.entry_point else native)
+            if functional(envs) is not None:
+                return envs
+            envs.close()
+        ordinary = not args.compiled and args.num_seeds == args.num_devices == 1
+        message = "compiled, num_seeds and num_devices are for functional environments"
+        require(ordinary, f"{message}, which {args.env_id} is not, and not for async_envs")
+        if spec.vector_entry_point and not args.async_envs and (n >= 4 or not spec.entry_point):
+            envs = gym.make_vec(spec, n, native)
             # Gymnasium 1.4 steps functional environments wrongly: those that did not reset in a
             # step are put back to where they were.
-            if not hasattr(envs.unwrapped, "func_env"):
+            if functional(envs) is None:
                 return envs
-        mode, options = ("async", {"context": "spawn"}) if async_envs else ("sync", {})
-        return gym.make_vec(spec, num_envs, mode, vector_kwargs={"copy": False, **options})
+        mode, options = ("async", {"context": "spawn"}) if args.async_envs else ("sync", {})
+        return gym.make_vec(spec, n, mode, vector_kwargs={"copy": False, **options})
     except (gym.error.Error, ImportError) as error:
-        raise UsageError(f"env_id {env_id}: {error}") from error
+        raise UsageError(f"env_id {args.env_id}: {error}") from error
 
 
 def check_envs(env_id: str, envs: VectorEnv) -> None:
@@ -130,6 +167,30 @@ def check_envs(env_id: str, envs: VectorEnv) -> None:
     mode = envs.metadata.get("autoreset_mode")
     known = mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
     require(known, f"{name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, got {mode}")
+
+
+def check_devices(args: Any, *parts: str) -> None:
+    """Raises UsageError unless the seeds, or these `parts` of one agent, spread over devices."""
+    found = jax.local_device_count()
+    message = f"num_devices {args.num_devices}"
+    require(args.num_devices <= found, f"{message} is more than this machine has, {found}")
+    for name in parts if args.num_seeds == 1 else ("num_seeds",):
+        value = getattr(args, name)
+        require(value % args.num_devices == 0, f"{message} must divide {name}, got {value}")
+
+
+def discrete_actions(space: Any) -> tuple[int, Callable | None]:
+    """How many actions a space has, and what makes it [N, ...] of 0 ... n - 1, if anything has to.
+
+    0 if it is neither Discrete nor one integer of a Box, as in Gymnasium's tabular environments.
+    """
+    if isinstance(space, gym.spaces.Discrete):
+        start = int(space.start)
+        return int(space.n), (lambda action: action + start) if start else None
+    if not isinstance(space, gym.spaces.Box) or space.shape != (1,) or space.dtype.kind not in "iu":
+        return 0, None
+    low, high = int(space.low[0]), int(space.high[0])
+    return high - low + 1, lambda action: action.reshape(-1, 1) + low
 
 
 # === end shared ===
@@ -154,6 +215,20 @@ class NatureCNN(nn.Module):
         for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
             x = nn.relu(nn.Conv(channels, (size, size), (stride, stride), padding="VALID")(x))
         return nn.relu(nn.Dense(512)(x.reshape(x.shape[0], -1)))
+
+
+def flatten_network(network: nn.Module, observation: Any) -> tuple[Callable, Callable]:
+    """`init(key)`, parameters [P], and `apply(params, observations)`, for ones like this.
+
+    In one vector: passing an array to a compiled function costs as much as a layer.
+    """
+    shapes = jax.eval_shape(network.init, jax.random.PRNGKey(0), observation[None])
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    unravel = ravel_pytree(zeros)[1]
+    return (
+        lambda key: ravel_pytree(network.init(key, observation[None]))[0],
+        lambda params, x: network.apply(unravel(params), x),
+    )
 
 
 # === end shared ===
@@ -190,11 +265,25 @@ class Transition(NamedTuple):
 # === end shared ===
 
 
+# === shared: devices ===
+def shards(args: Any) -> int:
+    """Over how many devices the environments and batches of one agent are spread."""
+    return args.num_devices if args.num_seeds == 1 else 1
+
+
+def over_devices(reduce: Callable, x: Any, args: Any) -> Any:
+    """`reduce`, as jax.lax.psum, of x over these devices."""
+    return reduce(x, "devices") if shards(args) > 1 else x
+
+
+# === end shared ===
+
+
 class Agent(NamedTuple):
     """All that training changes."""
 
-    params: Any
-    target_params: Any
+    params: jax.Array  # [P], see `flatten_network`
+    target_params: jax.Array  # [P]
     opt_state: optax.OptState
     replay: Any  # the buffer's state, of (Transition, mask or None)
     key: jax.Array  # [2] uint32
@@ -204,9 +293,9 @@ class Agent(NamedTuple):
 class Result(NamedTuple):
     """What `train` returns."""
 
-    agent: Agent
-    returns: list[float]  # of the last 100 episodes, oldest first
-    folder: str  # where the run was logged
+    agent: Agent  # with num_seeds > 1 of all of them, [num_seeds, ...]
+    returns: list[float]  # of the last 100 episodes, oldest first; or the mean for each seed
+    folder: str  # where the run was logged; that of the first seed
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -251,14 +340,18 @@ def td_target(batch: Batch, next_q: jax.Array, chooser: jax.Array) -> jax.Array:
 def loss_fn(
     params: Any, target_params: Any, batch: Batch, q: Callable, args: Args
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean squared TD error and mean Q(s, a) of a batch [B]; `q(params, observations)`."""
+    """Mean squared TD error and mean Q(s, a) of a batch [B]; `q(params, observations)`.
+
+    On several devices this one's part of them: their sum is the mean over all.
+    """
     transition, _, valid = batch
     next_q = q(target_params, transition.next_observation)
     chooser = q(params, transition.next_observation) if args.double_q else next_q
     target = jax.lax.stop_gradient(td_target(batch, next_q, chooser))
     value = select(q(params, transition.observation), transition.action)
-    loss = jnp.mean((target - value) ** 2, where=valid)
-    return loss, value.mean(where=valid)
+    rows = jnp.maximum(over_devices(jax.lax.psum, valid.sum(), args), 1)
+    loss = jnp.sum((target - value) ** 2, where=valid) / rows
+    return loss, jnp.sum(value, where=valid) / rows
 
 
 def make_replay(args: Args, example: Transition, once: bool) -> tuple[Any, tuple]:
@@ -308,6 +401,7 @@ def train_step(
         (loss, value), grads = jax.value_and_grad(loss_fn, has_aux=True)(
             agent.params, agent.target_params, batch, q, args
         )
+        loss, value, grads = over_devices(jax.lax.psum, (loss, value, grads), args)
         updates, opt_state = optimizer.update(grads, agent.opt_state)
         params = optax.apply_updates(agent.params, updates)
         since_target = agent.since_target + args.train_frequency
@@ -322,7 +416,7 @@ def train_step(
         return agent, metrics
 
     key, subkey = jax.random.split(agent.key)
-    keys = jax.random.split(subkey, mask.size // args.train_frequency)
+    keys = jax.random.split(subkey, mask.size * shards(args) // args.train_frequency)
     agent, metrics = jax.lax.scan(update, agent._replace(key=key), keys)
     metrics = jax.tree.map(jnp.mean, metrics)
     return agent, metrics
@@ -332,10 +426,11 @@ def train_step(
 class EnvState(NamedTuple):
     """Where N environments stand between two rollouts."""
 
-    observation: np.ndarray  # [N, ...]
-    resetting: np.ndarray  # [N] bool, the next step ignores its action and only resets
-    episode_return: np.ndarray  # [N] float64, so far
-    episode_length: np.ndarray  # [N] int64, so far
+    observation: Any  # [N, ...]
+    resetting: Any  # [N] bool, the next step ignores its action and only resets
+    episode_return: Any  # [N] float64, so far; float32 in a compiled program
+    episode_length: Any  # [N] int64, so far; int32
+    inner: Any = None  # [N, ...], the state of a functional environment
 
 
 def reset_envs(envs: VectorEnv, seed: int) -> EnvState:
@@ -403,6 +498,81 @@ def collect(
     return EnvState(observation, resetting, returns, lengths), rollout, mask, episodes
 
 
+class Functional(NamedTuple):
+    """A functional environment, and how an agent sees it."""
+
+    env: Any  # gymnasium.experimental.functional.FuncEnv
+    time_limit: int | None  # steps of an episode
+    to_env: Callable  # from an agent's actions [N] to those of N environments
+    example: Transition  # of one step
+
+
+class Episodes(NamedTuple):
+    """Sums over the episodes that ended."""
+
+    ended: jax.Array  # [] int32
+    returns: jax.Array  # [] float32
+    lengths: jax.Array  # [] int32
+
+
+def reset_functional(functional: Functional, key: jax.Array) -> EnvState:
+    """A functional environment at the start of an episode."""
+    env, example = functional.env, functional.example
+    inner, action = env.initial(key), functional.to_env(example.action[None])[0]
+    # Some environments start in other dtypes and shapes than they go on in.
+    inner = jax.tree.map(
+        lambda x, to: jnp.broadcast_to(jnp.asarray(x, to.dtype), to.shape),
+        inner,
+        jax.eval_shape(env.transition, inner, action, key),
+    )
+    observation = jnp.asarray(env.observation(inner, key), example.observation.dtype)
+    return EnvState(observation, jnp.bool_(False), jnp.float32(0), jnp.int32(0), inner)
+
+
+def step_functional(
+    functional: Functional, state: EnvState, action: Any, keys: jax.Array
+) -> tuple[EnvState, tuple[jax.Array, jax.Array, jax.Array]]:
+    """A step of a functional environment in NEXT_STEP mode: reward, terminated, truncated."""
+    env, (key, observation_key) = functional.env, keys
+    goes_on, after = ~state.resetting, env.transition(state.inner, action, key)
+    reward = jnp.reshape(env.reward(state.inner, action, after, key), ()).astype(jnp.float32)
+    reward = jnp.where(goes_on, reward, 0.0)
+    episode_return = jnp.where(goes_on, state.episode_return + reward, 0.0)
+    length = jnp.where(goes_on, state.episode_length + 1, 0)
+    terminated = goes_on & jnp.reshape(env.terminal(after, key), ()).astype(bool)
+    truncated = length >= functional.time_limit if functional.time_limit else jnp.bool_(False)
+    inner = jax.tree.map(
+        lambda start, x, old: jnp.where(goes_on, x, start).astype(old.dtype),
+        env.initial(key),
+        after,
+        state.inner,
+    )
+    observation = env.observation(inner, observation_key).astype(state.observation.dtype)
+    after = EnvState(observation, terminated | truncated, episode_return, length, inner)
+    return after, (reward, terminated, truncated)
+
+
+def collect_functional(
+    functional: Functional, state: EnvState, act: Callable, num_steps: int, key: jax.Array
+) -> tuple[EnvState, Transition, jax.Array, Episodes]:
+    """What `collect` does, inside a compiled program, of a functional environment."""
+    keys = jax.random.split(key, (num_steps, len(state.resetting), 2))
+
+    def step(state: EnvState, x: tuple) -> tuple[EnvState, tuple]:
+        action = act(x[0], state.observation)
+        after, (reward, terminated, truncated) = jax.vmap(partial(step_functional, functional))(
+            state, functional.to_env(action), x[1]
+        )
+        row = Transition(state.observation, action, reward, None, terminated, truncated)
+        return after, (row, ~state.resetting, after.episode_return, after.episode_length)
+
+    state, (rollout, mask, *ends) = jax.lax.scan(step, state, (jnp.arange(num_steps), keys))
+    following = jnp.concatenate([rollout.observation[1:], state.observation[None]])
+    over = rollout.terminated | rollout.truncated
+    episodes = Episodes(over.sum(), *(jnp.sum(x, where=over) for x in ends))
+    return state, rollout._replace(next_observation=following), mask, episodes
+
+
 # === end shared ===
 
 
@@ -418,7 +588,7 @@ class Run(NamedTuple):
     interrupts: list[int]  # signals that ask to stop
 
 
-def start_run(args: Any) -> Run:
+def start_run(args: Any, quiet: bool = False) -> Run:
     """Makes a folder under runs/ with the flags in it, and a progress bar on a terminal."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     folder = os.path.join("runs", name.replace("/", "-").replace(":", "-"))
@@ -427,7 +597,9 @@ def start_run(args: Any) -> Run:
     writer = SummaryWriter(folder, flush_secs=10)
     rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    progress = tqdm(total=args.total_timesteps, unit=" steps", disable=None, dynamic_ncols=True)
+    progress = tqdm(
+        total=args.total_timesteps, unit=" steps", disable=quiet or None, dynamic_ncols=True
+    )
     # Ctrl-C is taken between iterations: within a write it could leave the writer's queue locked.
     interrupts: list[int] = []
 
@@ -452,7 +624,7 @@ def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dic
         run.writer.add_scalar("charts/episodic_return", np.mean(returns), step)
         run.writer.add_scalar("charts/episodic_length", np.mean(lengths), step)
     if step // args.log_interval > (step - steps) // args.log_interval:
-        for name, value in metrics.items():
+        for name, value in jax.device_get(metrics).items():
             run.writer.add_scalar(name, float(value), step)
         run.writer.add_scalar("charts/SPS", int(step / (time.time() - run.start_time)), step)
         if run.returns:
@@ -462,17 +634,41 @@ def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dic
         raise KeyboardInterrupt
 
 
-def end_run(run: Run) -> None:
-    """Writes what is left, and gives Ctrl-C back."""
-    run.progress.close()
-    run.writer.close()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def run_training(args: Any, progress: Generator) -> tuple[Any, list[float], str]:
+    """Logs what `progress` gives, for each of num_seeds runs, and returns what a Result is of.
+
+    `progress` gives environment steps so far, how many are new, and for each run the episodes that
+    ended in these and the metrics; and a function that returns the state of training.
+    """
+    runs = [start_run(replace(args, seed=args.seed + i), i > 0) for i in range(args.num_seeds)]
+    try:
+        for step, steps, episodes, metrics, state in progress:  # noqa: B007
+            for i, run in enumerate(runs):
+                log(run, args, step, steps, episodes[i], metrics[i])
+        returns = [float(np.mean(run.returns or np.nan)) for run in runs]
+        return state(), returns if len(runs) > 1 else list(runs[0].returns), runs[0].folder
+    finally:
+        progress.close()
+        for run in runs:
+            run.progress.close()
+            run.writer.close()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def parse(args_type: type) -> Any:
+    """The flags of the command line."""
+    choices = {f"--{f.name}".replace("_", "-") for f in fields(args_type) if f.type is Choice}
+    words: list[str] = []
+    for word in sys.argv[1:]:  # tyro wants a value where None is one
+        name = word.replace("--no-", "--")
+        words += [name, str(word == name)] if name in choices else [word]
+    return tyro.cli(args_type, description=__doc__, args=words)
 
 
 def main(train: Callable[[Any], Any], args_type: type) -> None:
     """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
-    args: Any = tyro.cli(args_type, description=__doc__)
+    args = parse(args_type)
     # A call as small as that of acting costs 12 us in this thread and 41 us in another one.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
@@ -483,8 +679,125 @@ def main(train: Callable[[Any], Any], args_type: type) -> None:
     except KeyboardInterrupt:
         print("interrupted: what was logged is kept", file=sys.stderr)
         sys.exit(130)
-    episodes, mean = len(result.returns), np.mean(result.returns or np.nan)
-    print(f"{result.folder}: mean return of the last {episodes} episodes {mean:.2f}")
+    returns = np.sort(result.returns or [np.nan])
+    n, mean, std = len(result.returns), returns.mean(), returns.std()
+    if args.num_seeds == 1:
+        print(f"{result.folder}: mean return of the last {n} episodes {mean:.2f}")
+    else:
+        middle = returns[n // 4 : n - n // 4].mean()
+        print(
+            f"{result.folder} and the {n - 1} after it: final return {mean:.2f} +- {std:.2f}, "
+            f"interquartile mean {middle:.2f}"
+        )
+
+
+# === end shared ===
+
+
+# === shared: compiled training ===
+class Training(NamedTuple):
+    """All that a compiled run carries on, [R, ...] of R agents, or parts of one on R devices."""
+
+    agent: Any
+    envs: EnvState
+    key: jax.Array
+
+
+def train_compiled(
+    args: Any,
+    functional: Functional,
+    init: Callable,
+    iterate: Callable,
+    schedule: Callable,
+    size: int,
+    warm_up: int = 0,
+) -> Generator:
+    """Trains num_seeds agents, one compiled call for each log_interval; for `run_training`.
+
+    Args:
+      functional: The environment.
+      init: From two keys, one for the network, to an agent.
+      iterate: From an agent, EnvState, key, values of `schedule` and whether to learn (a constant)
+        to the next ones of the first two, Episodes and metrics.
+      schedule: From the environment step at the start of an iteration to {tag: value}.
+      size: Environment steps of an iteration, `iterate` on all devices.
+      warm_up: Iterations without learning at the start.
+    """
+    parts, per_call = shards(args), math.ceil(args.log_interval / size)
+    iterations = math.ceil(args.total_timesteps / size)
+
+    def start(seed: jax.Array, part: jax.Array) -> Training:
+        network_key, key = jax.random.split(jax.random.PRNGKey(seed))
+        agent_key, env_key, key = jax.random.split(jax.random.fold_in(key, part), 3)
+        env_keys = jax.random.split(env_key, args.num_envs // parts)
+        envs = jax.vmap(partial(reset_functional, functional))(env_keys)
+        return Training(init(network_key, agent_key), envs, key)
+
+    def advance(state: Training, scheduled: dict, count: jax.Array, learning: bool) -> tuple:
+        """`count` iterations; the sums of their Episodes and the last one's metrics."""
+
+        def body(i: Any, carry: tuple) -> tuple:
+            (agent, envs, key), before, _ = carry
+            key, subkey = jax.random.split(key)
+            now = {tag: values[i] for tag, values in scheduled.items()}
+            agent, envs, episodes, metrics = iterate(agent, envs, subkey, now, learning)
+            return Training(agent, envs, key), jax.tree.map(jnp.add, before, episodes), metrics
+
+        none = Episodes(jnp.int32(0), jnp.float32(0), jnp.int32(0))
+        shapes = jax.eval_shape(body, 0, (state, none, None))[2]
+        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        state, episodes, metrics = jax.lax.fori_loop(0, count, body, (state, none, metrics))
+        return state, over_devices(jax.lax.psum, episodes, args), metrics
+
+    def spread(fn: Callable, *axes: int | None) -> Callable:
+        """`fn` for all agents at once, on all devices."""
+        fn = jax.vmap(fn, in_axes=axes)
+        if args.num_devices == 1:
+            return fn
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((args.num_devices,), ("devices",), axis_types=auto)
+        each, same = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
+        specs = tuple(same if axis is None else each for axis in axes)
+        return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
+
+    def compiled(learning: bool) -> Callable:
+        fn = spread(partial(advance, learning=learning), 0, None, None)
+        return jax.jit(fn, donate_argnums=0)
+
+    calls = {learning: compiled(learning) for learning in (False, True)}
+    numbers = np.arange(max(args.num_seeds, parts), dtype=np.uint32)
+    seeds, numbers = (
+        (numbers + args.seed, 0 * numbers) if parts == 1 else (0 * numbers + args.seed, numbers)
+    )
+    state = jax.jit(spread(start, 0, 0))(seeds, numbers)
+
+    def call(first: int, count: int) -> tuple:
+        nonlocal state
+        rows = [schedule((first + i) * size) for i in range(per_call)]
+        scheduled = {tag: np.array([row[tag] for row in rows], np.float32) for tag in rows[0]}
+        state, *logged = calls[first >= warm_up](state, scheduled, count)
+        sums, metrics = jax.device_get(logged)
+        episodes = []
+        for ended, total, length in zip(*sums, strict=True):
+            mean = [(total / ended, length / ended)] if ended else []
+            episodes.append(mean * min(int(ended), 100))
+        each = [
+            {tag: x[i] for tag, x in metrics.items()} | rows[count - 1] for i in range(len(seeds))
+        ]
+        return (first + count) * size, count * size, episodes, each, lambda: state
+
+    with ThreadPoolExecutor(max_workers=1) as device:
+        running: Future[Any] | None = None
+        first = 0
+        while first < iterations:
+            end = warm_up if first < warm_up else iterations
+            count = min(per_call, end - first)
+            before, running = running, device.submit(call, first, count)
+            first += count
+            if before:  # is logged while the next call runs
+                yield before.result()
+        if running:
+            yield running.result()
 
 
 # === end shared ===
@@ -504,6 +817,7 @@ def check_args(args: Args) -> None:
         f"learning_starts {starts} must be at least batch_size {batch}, for a batch to be drawn"
     )
     require(batch <= starts < total, f"{message}, and less than total_timesteps {total}")
+    check_devices(args, "num_envs", "buffer_size", "batch_size")
     steps = math.lcm(args.num_envs, args.train_frequency)
     message = f"num_envs {args.num_envs} and train_frequency {args.train_frequency} do not divide"
     require(
@@ -514,84 +828,113 @@ def check_args(args: Args) -> None:
 
 
 def train(args: Args) -> Result:
-    """Trains one agent, logging it under runs/. Raises UsageError before it writes anything."""
+    """Trains an agent, or num_seeds of them, logged under runs/. Raises UsageError before that."""
     check_args(args)
-    envs = make_envs(args.env_id, args.num_envs, args.async_envs)
+    envs = make_envs(args)
     check_envs(args.env_id, envs)
-    action_space: Any = envs.single_action_space
-    require(
-        isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0,
-        f"env_id {args.env_id}: DQN takes actions Discrete(n), got {action_space}",
-    )
-    num_actions = int(action_space.n)
-    # Of this many steps of all environments, the gradient steps are a whole number.
-    num_steps = math.lcm(args.num_envs, args.train_frequency) // args.num_envs
+    num_actions, to_env = discrete_actions(envs.single_action_space)
+    message = f"env_id {args.env_id}: DQN takes actions Discrete(n)"
+    require(num_actions > 0, f"{message}, got {envs.single_action_space}")
+    # What a device has of the environments and batches; of all steps of an iteration the gradient
+    # steps are a whole number.
+    names = ("num_envs", "buffer_size", "batch_size")
+    local = replace(args, **{name: getattr(args, name) // shards(args) for name in names})
+    size = math.lcm(args.num_envs, args.train_frequency)
+    shape = (size // args.num_envs, local.num_envs)
 
-    network = QNetwork(num_actions)
-    # Flattened to one vector: fewer and larger operations.
-    optimizer = optax.flatten(optax.adam(args.learning_rate))
-    key, network_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    example = example_transition(envs)
+    example = example_transition(envs)._replace(action=np.zeros((), np.int32))
+    init_q, q = flatten_network(QNetwork(num_actions), example.observation)
+    optimizer = optax.adam(args.learning_rate)
     # In SAME_STEP mode the next observation of a last step is not the observation of the one after.
     is_next = envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
     once = is_next and is_image(example.observation.shape, example.observation.dtype)
-    replay, item = make_replay(args, example, once)
+    replay, item = make_replay(local, example, once)
     if once:
         leaves = jax.tree.leaves(jax.eval_shape(replay.init, item))
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e9
-        print(f"replay buffer: {args.buffer_size} steps, {size:.2f} GB")
-    params: Any = network.init(network_key, example.observation[None])
-    agent = Agent(
-        params=params,
-        target_params=jax.tree.map(jnp.copy, params),
-        opt_state=optimizer.init(params),
-        replay=replay.init(item),
-        key=key,
-        since_target=jnp.int32(0),
-    )
-    q: Any = network.apply
-    greedy = jax.jit(lambda params, observation: q(params, observation).argmax(-1))
-    step = partial(train_step, args=args, replay=replay, q=q, optimizer=optimizer)
+        gigabytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e9
+        print(f"replay buffer: {local.buffer_size} steps, {gigabytes:.2f} GB")
 
-    @partial(jax.jit, donate_argnums=0, static_argnums=-1)
-    def learn(agent: Agent, rollout: Transition, mask: Any, warm_up: bool) -> tuple:
-        """The new agent, a copy of its parameters that is not donated with it, and metrics."""
-        if warm_up:
-            agent, metrics = store(agent, rollout, mask, replay), dict[str, jax.Array]()
-        else:
-            agent, metrics = step(agent, rollout, mask)
-        return agent, agent.params, metrics
+    def init(network_key: jax.Array, key: jax.Array) -> Agent:
+        params = init_q(network_key)
+        opt_state, moved = optimizer.init(params), jnp.int32(0)
+        return Agent(params, params.copy(), opt_state, replay.init(item), key, moved)
 
-    rng = np.random.default_rng(args.seed)
-    env_state = reset_envs(envs, args.seed)
-    run = start_run(args)
-    behaviour = jax.tree.map(jnp.copy, params)
-    duration = args.exploration_fraction * args.total_timesteps
-    global_step = 0
-    try:
+    def learn(
+        agent: Agent, rollout: Transition, mask: Any, now: dict, learning: bool
+    ) -> tuple[Agent, dict]:
+        if not learning:
+            return store(agent, rollout, mask, replay), {}
+        return train_step(agent, rollout, mask, local, replay, q, optimizer)
+
+    def schedule(step: int) -> dict[str, float]:
+        duration = args.exploration_fraction * args.total_timesteps
+        epsilon = linear_schedule(args.start_e, args.end_e, duration, step)
+        return {"charts/epsilon": epsilon}
+
+    def iterate(
+        agent: Agent, env_state: EnvState, key: jax.Array, now: dict, learning: bool
+    ) -> tuple[Agent, EnvState, Episodes, dict]:
+        env_key, explore_key, action_key = jax.random.split(key, 3)
+        explore = jax.random.uniform(explore_key, shape) < now["charts/epsilon"]
+        random_actions = jax.random.randint(action_key, shape, 0, num_actions)
+
+        def act(t: jax.Array, observation: jax.Array) -> jax.Array:
+            greedy = q(agent.params, observation).argmax(-1).astype(jnp.int32)
+            return jnp.where(explore[t], random_actions[t], greedy)
+
+        collected = collect_functional(functional_env, env_state, act, shape[0], env_key)
+        env_state, rollout, mask, episodes = collected
+        agent, metrics = learn(agent, rollout, mask, now, learning)
+        return agent, env_state, episodes, metrics
+
+    def ordinary(envs: VectorEnv) -> Generator:
+        """Steps the environments from Python; for `run_training`."""
+
+        @partial(jax.jit, donate_argnums=0, static_argnums=-1)
+        def update(
+            agent: Agent, rollout: Transition, mask: Any, now: dict, learning: bool
+        ) -> tuple:
+            """`learn`, and a copy of the parameters that is not donated with the agent."""
+            agent, metrics = learn(agent, rollout, mask, now, learning)
+            return agent, agent.params, metrics
+
+        def agent_of(learning: Future) -> Agent:
+            return learning.result()[0]
+
+        greedy = jax.jit(lambda params, observation: q(params, observation).argmax(-1))
+        key, network_key = jax.random.split(jax.random.PRNGKey(args.seed))
+        agent = init(network_key, key)
+        behaviour = agent.params.copy()
+        rng = np.random.default_rng(args.seed)
+        env_state = reset_envs(envs, args.seed)
         # While one thread learns from a rollout, this one collects the next, with the parameters
         # from before: the same ones whichever is faster, so that runs repeat.
-        with ThreadPoolExecutor(max_workers=1) as learner:
+        with closing(envs), ThreadPoolExecutor(max_workers=1) as learner:
             learning: Future[Any] = learner.submit(lambda: (agent, behaviour, {}))
-            while global_step < args.total_timesteps:
-                epsilon = linear_schedule(args.start_e, args.end_e, duration, global_step)
-                draws = rng.random((2, num_steps, args.num_envs))
+            for step in range(size, args.total_timesteps + size, size):
+                now = schedule(step - size)
+                draws = rng.random((2, *shape))
                 random_actions = (draws[1] * num_actions).astype(np.int32)
-                policy = partial(greedy, behaviour)
-                act = partial(epsilon_greedy, policy, draws[0] < epsilon, random_actions)
-                collected = collect(envs, env_state, act, num_steps, example)
+                explore = draws[0] < now["charts/epsilon"]
+                act = partial(epsilon_greedy, partial(greedy, behaviour), explore, random_actions)
+                collected = collect(envs, env_state, act, shape[0], example)
                 env_state, rollout, mask, episodes = collected
                 agent, behaviour, metrics = learning.result()
-                global_step += mask.size
-                warm_up = global_step <= args.learning_starts
-                learning = learner.submit(learn, agent, rollout, mask, warm_up)
-                metrics = metrics | {"charts/epsilon": epsilon}
-                log(run, args, global_step, mask.size, episodes, metrics)
-            agent, _, _ = learning.result()
-    finally:
-        end_run(run)
-        envs.close()
-    return Result(agent, list(run.returns), run.folder)
+                learns = step > args.learning_starts
+                learning = learner.submit(update, agent, rollout, mask, now, learns)
+                yield step, size, [episodes], [metrics | now], partial(agent_of, learning)
+
+    env = functional(envs) if args.compiled is not False else None
+    if env is None:
+        progress = ordinary(TransformAction(envs, to_env) if to_env else envs)
+        return Result(*run_training(args, progress))
+    same, spec = to_env or (lambda action: action), gym.spec(args.env_id.rpartition(":")[2])
+    functional_env = Functional(env, spec.max_episode_steps, same, example)
+    warm_up = args.learning_starts // size
+    progress = train_compiled(args, functional_env, init, iterate, schedule, size, warm_up)
+    state, returns, folder = run_training(args, progress)
+    agent = state.agent if args.num_seeds > 1 else jax.tree.map(lambda x: x[0], state.agent)
+    return Result(agent, returns, folder)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ not step by step. Shape letters: S steps of a rollout, N environments, B rows of
 or axes of an action, P parameters.
 """
 
+import copy
 import importlib
 import math
 import os
@@ -24,10 +25,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
 import gymnasium as gym
@@ -37,11 +40,17 @@ import numpy as np
 import optax
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers.vector import TransformAction
 from jax.flatten_util import ravel_pytree
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 import buffers
+
+# === shared: choice ===
+# A flag that may be left to the script: --x, --no-x or neither.
+Choice = Annotated[bool | None, tyro.conf.arg(metavar="/ --no-...")]
+# === end shared ===
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,13 @@ class Args:
     async_envs: bool = False
     """step each environment in a process of its own: pays for slow environments only"""
     log_interval: int = 1_000
-    """environment steps between two points of losses/ and charts/SPS; episodes are all logged"""
+    """environment steps between two points of losses/ and charts/SPS"""
+    compiled: Choice = None
+    """compile environment and training into one program; if not said, where that is possible"""
+    num_seeds: int = 1
+    """agents trained at once, with this seed and the ones after it; compiled only"""
+    num_devices: int = 1
+    """devices to spread the seeds over, or the environments of one agent; compiled only"""
     # === end shared ===
     num_envs: int = 4
     """environments stepped together"""
@@ -92,10 +107,10 @@ class Args:
     """norm that longer gradients are scaled down to"""
     target_kl: float | None = None
     """KL divergence from the old policy after which no further epoch is made"""
-    normalize_observations: bool | None = None
-    """by their running mean and variance; if not given, where actions are a Box"""
-    normalize_rewards: bool | None = None
-    """by the running variance of the discounted return; if not given, where actions are a Box"""
+    normalize_observations: Choice = None
+    """by their running mean and variance; if not said, where actions are a Box"""
+    normalize_rewards: Choice = None
+    """by the running variance of the discounted return; if not said, where actions are a Box"""
 
 
 # === shared: environments ===
@@ -109,23 +124,45 @@ def require(ok: bool, message: str) -> None:
         raise UsageError(message)
 
 
-def make_envs(env_id: str, num_envs: int, async_envs: bool) -> VectorEnv:
-    """The environment's native vector version where that pays, else a sync or an async one."""
+def functional(envs: VectorEnv) -> Any:
+    """The functional environment behind `envs`, None if there is none or wrappers change it."""
+    spec: Any = envs.spec
+    inner = getattr(envs.unwrapped, "envs", [envs])[0].unwrapped
+    env = copy.copy(getattr(inner, "func_env", None))
+    # Gymnasium puts jitted and batched functions of the instance before the pure ones of the class.
+    for name in ("initial", "transition", "observation", "reward", "terminal") if env else ():
+        vars(env).pop(name, None)
+    return None if spec.additional_wrappers else env
+
+
+def make_envs(args: Any) -> VectorEnv:
+    """The environment's native vector version where that pays, else a sync or an async one.
+
+    If training is to be compiled a single one, for its spaces and its functions.
+    """
     try:
-        module, _, name = env_id.rpartition(":")
+        module, _, name = args.env_id.rpartition(":")
         if module:
             importlib.import_module(module)
-        spec = gym.spec(name)
-        if spec.vector_entry_point and not async_envs and (num_envs >= 4 or not spec.entry_point):
-            envs = gym.make_vec(spec, num_envs, "vector_entry_point")
+        spec, n, native = gym.spec(name), args.num_envs, "vector_entry_point"
+        if args.compiled is not False and not args.async_envs:
+            envs = gym.make_vec(spec, 1, "sync" if spec.entry_point else native)
+            if functional(envs) is not None:
+                return envs
+            envs.close()
+        ordinary = not args.compiled and args.num_seeds == args.num_devices == 1
+        message = "compiled, num_seeds and num_devices are for functional environments"
+        require(ordinary, f"{message}, which {args.env_id} is not, and not for async_envs")
+        if spec.vector_entry_point and not args.async_envs and (n >= 4 or not spec.entry_point):
+            envs = gym.make_vec(spec, n, native)
             # Gymnasium 1.4 steps functional environments wrongly: those that did not reset in a
             # step are put back to where they were.
-            if not hasattr(envs.unwrapped, "func_env"):
+            if functional(envs) is None:
                 return envs
-        mode, options = ("async", {"context": "spawn"}) if async_envs else ("sync", {})
-        return gym.make_vec(spec, num_envs, mode, vector_kwargs={"copy": False, **options})
+        mode, options = ("async", {"context": "spawn"}) if args.async_envs else ("sync", {})
+        return gym.make_vec(spec, n, mode, vector_kwargs={"copy": False, **options})
     except (gym.error.Error, ImportError) as error:
-        raise UsageError(f"env_id {env_id}: {error}") from error
+        raise UsageError(f"env_id {args.env_id}: {error}") from error
 
 
 def check_envs(env_id: str, envs: VectorEnv) -> None:
@@ -138,6 +175,30 @@ def check_envs(env_id: str, envs: VectorEnv) -> None:
     mode = envs.metadata.get("autoreset_mode")
     known = mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
     require(known, f"{name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, got {mode}")
+
+
+def check_devices(args: Any, *parts: str) -> None:
+    """Raises UsageError unless the seeds, or these `parts` of one agent, spread over devices."""
+    found = jax.local_device_count()
+    message = f"num_devices {args.num_devices}"
+    require(args.num_devices <= found, f"{message} is more than this machine has, {found}")
+    for name in parts if args.num_seeds == 1 else ("num_seeds",):
+        value = getattr(args, name)
+        require(value % args.num_devices == 0, f"{message} must divide {name}, got {value}")
+
+
+def discrete_actions(space: Any) -> tuple[int, Callable | None]:
+    """How many actions a space has, and what makes it [N, ...] of 0 ... n - 1, if anything has to.
+
+    0 if it is neither Discrete nor one integer of a Box, as in Gymnasium's tabular environments.
+    """
+    if isinstance(space, gym.spaces.Discrete):
+        start = int(space.start)
+        return int(space.n), (lambda action: action + start) if start else None
+    if not isinstance(space, gym.spaces.Box) or space.shape != (1,) or space.dtype.kind not in "iu":
+        return 0, None
+    low, high = int(space.low[0]), int(space.high[0])
+    return high - low + 1, lambda action: action.reshape(-1, 1) + low
 
 
 # === end shared ===
@@ -162,6 +223,20 @@ class NatureCNN(nn.Module):
         for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
             x = nn.relu(nn.Conv(channels, (size, size), (stride, stride), padding="VALID")(x))
         return nn.relu(nn.Dense(512)(x.reshape(x.shape[0], -1)))
+
+
+def flatten_network(network: nn.Module, observation: Any) -> tuple[Callable, Callable]:
+    """`init(key)`, parameters [P], and `apply(params, observations)`, for ones like this.
+
+    In one vector: passing an array to a compiled function costs as much as a layer.
+    """
+    shapes = jax.eval_shape(network.init, jax.random.PRNGKey(0), observation[None])
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    unravel = ravel_pytree(zeros)[1]
+    return (
+        lambda key: ravel_pytree(network.init(key, observation[None]))[0],
+        lambda params, x: network.apply(unravel(params), x),
+    )
 
 
 # === end shared ===
@@ -212,6 +287,20 @@ class Transition(NamedTuple):
 # === end shared ===
 
 
+# === shared: devices ===
+def shards(args: Any) -> int:
+    """Over how many devices the environments and batches of one agent are spread."""
+    return args.num_devices if args.num_seeds == 1 else 1
+
+
+def over_devices(reduce: Callable, x: Any, args: Any) -> Any:
+    """`reduce`, as jax.lax.psum, of x over these devices."""
+    return reduce(x, "devices") if shards(args) > 1 else x
+
+
+# === end shared ===
+
+
 class Moments(NamedTuple):
     """Running statistics of an array [...]."""
 
@@ -223,7 +312,7 @@ class Moments(NamedTuple):
 class Agent(NamedTuple):
     """All that training changes."""
 
-    params: jax.Array  # [P], see `init_network`
+    params: jax.Array  # [P], see `flatten_network`
     opt_state: optax.OptState
     queue: buffers.RingState  # of (Transition, mask), each [N, ...]; empty between updates
     observations: Moments | None  # of observations, None if they are not normalised
@@ -256,37 +345,34 @@ class Losses(NamedTuple):
 class Result(NamedTuple):
     """What `train` returns."""
 
-    agent: Agent
-    returns: list[float]  # of the last 100 episodes, oldest first
-    folder: str  # where the run was logged
+    agent: Agent  # with num_seeds > 1 of all of them, [num_seeds, ...]
+    returns: list[float]  # of the last 100 episodes, oldest first; or the mean for each seed
+    folder: str  # where the run was logged; that of the first seed
 
 
-def init_network(network: ActorCritic, key: jax.Array, observation: Any) -> tuple[Any, Callable]:
-    """Parameters [P] and `apply(params, observations)`, for observations like this one.
-
-    In one vector: passing an array to a compiled function costs as much as a layer.
-    """
-    params, unravel = ravel_pytree(network.init(key, observation[None]))
-    return params, lambda params, x: network.apply(unravel(params), x)
+def masked_sum(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Sum [...] of the rows of x [B, ...] whose mask [B] is set."""
+    return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(axis=0)
 
 
-def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean [...] of the rows of x [B, ...] whose mask [B] is set, 0 if there are none."""
-    kept = jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0)
-    return kept.sum(axis=0) / jnp.maximum(mask.sum(), 1)
+def masked_mean(x: jax.Array, mask: jax.Array, args: Args) -> jax.Array:
+    """Mean [...] of the rows on all devices, 0 if there are none."""
+    total, rows = over_devices(jax.lax.psum, (masked_sum(x, mask), mask.sum()), args)
+    return total / jnp.maximum(rows, 1)
 
 
-def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
+def masked_variance(x: jax.Array, mask: jax.Array, args: Args) -> jax.Array:
     """Their variance [...]."""
-    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+    return masked_mean((x - masked_mean(x, mask, args)) ** 2, mask, args)
 
 
-def update_moments(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
-    """Takes in the rows of x [B, ...] whose mask [B] is set."""
-    rows = moments.rows + mask.sum()
-    share = mask.sum() / jnp.maximum(rows, 1)  # of the new ones
-    step = masked_mean(x, mask) - moments.mean
-    within = (1 - share) * moments.variance + share * masked_variance(x, mask)
+def update_moments(moments: Moments, x: jax.Array, mask: jax.Array, args: Args) -> Moments:
+    """Takes in the rows of x [B, ...] whose mask [B] is set, on all devices."""
+    new = over_devices(jax.lax.psum, mask.sum(), args)
+    rows = moments.rows + new
+    share = new / jnp.maximum(rows, 1)
+    step = masked_mean(x, mask, args) - moments.mean
+    within = (1 - share) * moments.variance + share * masked_variance(x, mask, args)
     return Moments(moments.mean + share * step, within + share * (1 - share) * step**2, rows)
 
 
@@ -307,12 +393,24 @@ def discounted_sum(x: jax.Array, discount: jax.Array, first: jax.Array, **kwargs
     return jax.lax.scan(step, first, (x, discount), unroll=8, **kwargs)[1]
 
 
-def sample(noise: np.ndarray, output: np.ndarray) -> np.ndarray:
+def sample(noise: Any, output: Any) -> Any:
     """Actions [N] or [N, A] from noise [N, A]: Gumbel noise for logits, normal for a Gaussian."""
     if output.shape == noise.shape:
         return (output + noise).argmax(axis=-1)
     size = noise.shape[-1]
-    return output[:, :size] + np.exp(output[:, size:]) * noise
+    return output[:, :size] + np.e ** output[:, size:] * noise
+
+
+def shuffle(key: jax.Array, epochs: int, rows: int) -> jax.Array:
+    """Random orders of rows [epochs, rows], int32.
+
+    Random bits above the number of the row, sorted: a third of what jax.random.permutation takes.
+    """
+    low = (rows - 1).bit_length()
+    numbers = jax.random.bits(key, (epochs, rows)) >> low << low | jnp.arange(
+        rows, dtype=jnp.uint32
+    )
+    return (jnp.sort(numbers, axis=1, stable=False) & (1 << low) - 1).astype(jnp.int32)
 
 
 def evaluate(output: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -344,15 +442,15 @@ def gae(
 
 
 def normalize_rewards(
-    agent: Agent, rollout: Transition, mask: jax.Array, gamma: float
+    agent: Agent, rollout: Transition, mask: jax.Array, args: Args
 ) -> tuple[Agent, Transition]:
     """Divides rewards by the standard deviation of the discounted return, up to now included."""
     if agent.returns is None:
         return agent, rollout
     goes_on = mask & ~(rollout.terminated | rollout.truncated)
-    discount = gamma * jnp.concatenate([jnp.ones_like(goes_on[:1]), goes_on[:-1]])
+    discount = args.gamma * jnp.concatenate([jnp.ones_like(goes_on[:1]), goes_on[:-1]])
     returns = discounted_sum(rollout.reward, discount, agent.discounted_return)
-    moments = update_moments(agent.returns, returns.reshape(-1), mask.reshape(-1))
+    moments = update_moments(agent.returns, returns.reshape(-1), mask.reshape(-1), args)
     reward = jnp.clip(rollout.reward / jnp.sqrt(moments.variance + 1e-8), -10, 10)
     agent = agent._replace(returns=moments, discounted_return=goes_on[-1] * returns[-1])
     return agent, rollout._replace(reward=reward)
@@ -361,16 +459,21 @@ def normalize_rewards(
 def loss_fn(params: Any, batch: Batch, apply: Callable, args: Args) -> tuple[jax.Array, Losses]:
     """Schulman et al. 2017, eq. 9 with the minus sign, of a batch [B]; and its parts.
 
-    `apply(params, observations)` gives the actor's output and the value.
+    `apply(params, observations)` gives the actor's output and the value. On several devices this
+    one's part of each: their sum is that of all rows.
     """
-    mean = partial(masked_mean, mask=batch.mask)
+    rows = over_devices(jax.lax.psum, batch.mask.sum(), args)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return masked_sum(x, batch.mask) / jnp.maximum(rows, 1)
+
     output, value = apply(params, batch.observation)
     log_prob, entropy = evaluate(output, batch.action)
     advantage, low, high = batch.advantage, 1 - args.clip_coef, 1 + args.clip_coef
     if args.norm_adv:
-        count = batch.mask.sum()
-        variance = masked_variance(advantage, batch.mask) * count / jnp.maximum(count - 1, 1)
-        advantage = (advantage - mean(advantage)) / (jnp.sqrt(variance) + 1e-8)
+        variance = masked_variance(advantage, batch.mask, args) * rows / jnp.maximum(rows - 1, 1)
+        advantage = advantage - masked_mean(advantage, batch.mask, args)
+        advantage /= jnp.sqrt(variance) + 1e-8
     log_ratio = log_prob - batch.log_prob
     ratio = jnp.exp(log_ratio)
     surrogate = jnp.minimum(advantage * ratio, advantage * jnp.clip(ratio, low, high))
@@ -406,7 +509,7 @@ def train_step(
     """Learns from a rollout [S, N], an epoch for each of `orders` [epochs, S * N] of rows."""
     steps = len(mask)
     held, (rollout, mask) = queue.pop(queue.add_batch(agent.queue, (rollout, mask)), steps)
-    agent, rollout = normalize_rewards(agent._replace(queue=held), rollout, mask, args.gamma)
+    agent, rollout = normalize_rewards(agent._replace(queue=held), rollout, mask, args)
 
     def flat(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
@@ -425,7 +528,8 @@ def train_step(
     def update(carry: tuple, index: jax.Array) -> tuple[tuple, Losses]:
         params, opt_state = carry
         batch = jax.tree.map(lambda x: x[index], rows)
-        grads, losses = jax.grad(loss_fn, has_aux=True)(params, batch, apply, args)
+        both = jax.grad(loss_fn, has_aux=True)(params, batch, apply, args)
+        grads, losses = over_devices(jax.lax.psum, both, args)
         updates, opt_state = optimizer.update(grads, opt_state)
         return (params - learning_rate * updates, opt_state), losses
 
@@ -444,10 +548,10 @@ def train_step(
     (params, opt_state, losses), _ = jax.lax.scan(epoch, start, orders)
     agent = agent._replace(params=params, opt_state=opt_state)
     if agent.observations is not None:  # not before: actions were taken with the old ones
-        moments = update_moments(agent.observations, flat(rollout.observation), rows.mask)
+        moments = update_moments(agent.observations, flat(rollout.observation), rows.mask, args)
         agent = agent._replace(observations=moments)
-    total = masked_variance(rows.advantage + rows.value, rows.mask)
-    rest = masked_variance(rows.advantage, rows.mask)
+    total = masked_variance(rows.advantage + rows.value, rows.mask, args)
+    rest = masked_variance(rows.advantage, rows.mask, args)
     explained = jnp.where(total > 0, 1 - rest / total, 0.0)
     metrics = {f"losses/{name}": loss for name, loss in losses._asdict().items()}
     return agent, metrics | {"losses/explained_variance": explained}
@@ -457,10 +561,11 @@ def train_step(
 class EnvState(NamedTuple):
     """Where N environments stand between two rollouts."""
 
-    observation: np.ndarray  # [N, ...]
-    resetting: np.ndarray  # [N] bool, the next step ignores its action and only resets
-    episode_return: np.ndarray  # [N] float64, so far
-    episode_length: np.ndarray  # [N] int64, so far
+    observation: Any  # [N, ...]
+    resetting: Any  # [N] bool, the next step ignores its action and only resets
+    episode_return: Any  # [N] float64, so far; float32 in a compiled program
+    episode_length: Any  # [N] int64, so far; int32
+    inner: Any = None  # [N, ...], the state of a functional environment
 
 
 def reset_envs(envs: VectorEnv, seed: int) -> EnvState:
@@ -528,6 +633,81 @@ def collect(
     return EnvState(observation, resetting, returns, lengths), rollout, mask, episodes
 
 
+class Functional(NamedTuple):
+    """A functional environment, and how an agent sees it."""
+
+    env: Any  # gymnasium.experimental.functional.FuncEnv
+    time_limit: int | None  # steps of an episode
+    to_env: Callable  # from an agent's actions [N] to those of N environments
+    example: Transition  # of one step
+
+
+class Episodes(NamedTuple):
+    """Sums over the episodes that ended."""
+
+    ended: jax.Array  # [] int32
+    returns: jax.Array  # [] float32
+    lengths: jax.Array  # [] int32
+
+
+def reset_functional(functional: Functional, key: jax.Array) -> EnvState:
+    """A functional environment at the start of an episode."""
+    env, example = functional.env, functional.example
+    inner, action = env.initial(key), functional.to_env(example.action[None])[0]
+    # Some environments start in other dtypes and shapes than they go on in.
+    inner = jax.tree.map(
+        lambda x, to: jnp.broadcast_to(jnp.asarray(x, to.dtype), to.shape),
+        inner,
+        jax.eval_shape(env.transition, inner, action, key),
+    )
+    observation = jnp.asarray(env.observation(inner, key), example.observation.dtype)
+    return EnvState(observation, jnp.bool_(False), jnp.float32(0), jnp.int32(0), inner)
+
+
+def step_functional(
+    functional: Functional, state: EnvState, action: Any, keys: jax.Array
+) -> tuple[EnvState, tuple[jax.Array, jax.Array, jax.Array]]:
+    """A step of a functional environment in NEXT_STEP mode: reward, terminated, truncated."""
+    env, (key, observation_key) = functional.env, keys
+    goes_on, after = ~state.resetting, env.transition(state.inner, action, key)
+    reward = jnp.reshape(env.reward(state.inner, action, after, key), ()).astype(jnp.float32)
+    reward = jnp.where(goes_on, reward, 0.0)
+    episode_return = jnp.where(goes_on, state.episode_return + reward, 0.0)
+    length = jnp.where(goes_on, state.episode_length + 1, 0)
+    terminated = goes_on & jnp.reshape(env.terminal(after, key), ()).astype(bool)
+    truncated = length >= functional.time_limit if functional.time_limit else jnp.bool_(False)
+    inner = jax.tree.map(
+        lambda start, x, old: jnp.where(goes_on, x, start).astype(old.dtype),
+        env.initial(key),
+        after,
+        state.inner,
+    )
+    observation = env.observation(inner, observation_key).astype(state.observation.dtype)
+    after = EnvState(observation, terminated | truncated, episode_return, length, inner)
+    return after, (reward, terminated, truncated)
+
+
+def collect_functional(
+    functional: Functional, state: EnvState, act: Callable, num_steps: int, key: jax.Array
+) -> tuple[EnvState, Transition, jax.Array, Episodes]:
+    """What `collect` does, inside a compiled program, of a functional environment."""
+    keys = jax.random.split(key, (num_steps, len(state.resetting), 2))
+
+    def step(state: EnvState, x: tuple) -> tuple[EnvState, tuple]:
+        action = act(x[0], state.observation)
+        after, (reward, terminated, truncated) = jax.vmap(partial(step_functional, functional))(
+            state, functional.to_env(action), x[1]
+        )
+        row = Transition(state.observation, action, reward, None, terminated, truncated)
+        return after, (row, ~state.resetting, after.episode_return, after.episode_length)
+
+    state, (rollout, mask, *ends) = jax.lax.scan(step, state, (jnp.arange(num_steps), keys))
+    following = jnp.concatenate([rollout.observation[1:], state.observation[None]])
+    over = rollout.terminated | rollout.truncated
+    episodes = Episodes(over.sum(), *(jnp.sum(x, where=over) for x in ends))
+    return state, rollout._replace(next_observation=following), mask, episodes
+
+
 # === end shared ===
 
 
@@ -543,7 +723,7 @@ class Run(NamedTuple):
     interrupts: list[int]  # signals that ask to stop
 
 
-def start_run(args: Any) -> Run:
+def start_run(args: Any, quiet: bool = False) -> Run:
     """Makes a folder under runs/ with the flags in it, and a progress bar on a terminal."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     folder = os.path.join("runs", name.replace("/", "-").replace(":", "-"))
@@ -552,7 +732,9 @@ def start_run(args: Any) -> Run:
     writer = SummaryWriter(folder, flush_secs=10)
     rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    progress = tqdm(total=args.total_timesteps, unit=" steps", disable=None, dynamic_ncols=True)
+    progress = tqdm(
+        total=args.total_timesteps, unit=" steps", disable=quiet or None, dynamic_ncols=True
+    )
     # Ctrl-C is taken between iterations: within a write it could leave the writer's queue locked.
     interrupts: list[int] = []
 
@@ -577,7 +759,7 @@ def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dic
         run.writer.add_scalar("charts/episodic_return", np.mean(returns), step)
         run.writer.add_scalar("charts/episodic_length", np.mean(lengths), step)
     if step // args.log_interval > (step - steps) // args.log_interval:
-        for name, value in metrics.items():
+        for name, value in jax.device_get(metrics).items():
             run.writer.add_scalar(name, float(value), step)
         run.writer.add_scalar("charts/SPS", int(step / (time.time() - run.start_time)), step)
         if run.returns:
@@ -587,17 +769,41 @@ def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dic
         raise KeyboardInterrupt
 
 
-def end_run(run: Run) -> None:
-    """Writes what is left, and gives Ctrl-C back."""
-    run.progress.close()
-    run.writer.close()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def run_training(args: Any, progress: Generator) -> tuple[Any, list[float], str]:
+    """Logs what `progress` gives, for each of num_seeds runs, and returns what a Result is of.
+
+    `progress` gives environment steps so far, how many are new, and for each run the episodes that
+    ended in these and the metrics; and a function that returns the state of training.
+    """
+    runs = [start_run(replace(args, seed=args.seed + i), i > 0) for i in range(args.num_seeds)]
+    try:
+        for step, steps, episodes, metrics, state in progress:  # noqa: B007
+            for i, run in enumerate(runs):
+                log(run, args, step, steps, episodes[i], metrics[i])
+        returns = [float(np.mean(run.returns or np.nan)) for run in runs]
+        return state(), returns if len(runs) > 1 else list(runs[0].returns), runs[0].folder
+    finally:
+        progress.close()
+        for run in runs:
+            run.progress.close()
+            run.writer.close()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def parse(args_type: type) -> Any:
+    """The flags of the command line."""
+    choices = {f"--{f.name}".replace("_", "-") for f in fields(args_type) if f.type is Choice}
+    words: list[str] = []
+    for word in sys.argv[1:]:  # tyro wants a value where None is one
+        name = word.replace("--no-", "--")
+        words += [name, str(word == name)] if name in choices else [word]
+    return tyro.cli(args_type, description=__doc__, args=words)
 
 
 def main(train: Callable[[Any], Any], args_type: type) -> None:
     """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
-    args: Any = tyro.cli(args_type, description=__doc__)
+    args = parse(args_type)
     # A call as small as that of acting costs 12 us in this thread and 41 us in another one.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
@@ -608,8 +814,125 @@ def main(train: Callable[[Any], Any], args_type: type) -> None:
     except KeyboardInterrupt:
         print("interrupted: what was logged is kept", file=sys.stderr)
         sys.exit(130)
-    episodes, mean = len(result.returns), np.mean(result.returns or np.nan)
-    print(f"{result.folder}: mean return of the last {episodes} episodes {mean:.2f}")
+    returns = np.sort(result.returns or [np.nan])
+    n, mean, std = len(result.returns), returns.mean(), returns.std()
+    if args.num_seeds == 1:
+        print(f"{result.folder}: mean return of the last {n} episodes {mean:.2f}")
+    else:
+        middle = returns[n // 4 : n - n // 4].mean()
+        print(
+            f"{result.folder} and the {n - 1} after it: final return {mean:.2f} +- {std:.2f}, "
+            f"interquartile mean {middle:.2f}"
+        )
+
+
+# === end shared ===
+
+
+# === shared: compiled training ===
+class Training(NamedTuple):
+    """All that a compiled run carries on, [R, ...] of R agents, or parts of one on R devices."""
+
+    agent: Any
+    envs: EnvState
+    key: jax.Array
+
+
+def train_compiled(
+    args: Any,
+    functional: Functional,
+    init: Callable,
+    iterate: Callable,
+    schedule: Callable,
+    size: int,
+    warm_up: int = 0,
+) -> Generator:
+    """Trains num_seeds agents, one compiled call for each log_interval; for `run_training`.
+
+    Args:
+      functional: The environment.
+      init: From two keys, one for the network, to an agent.
+      iterate: From an agent, EnvState, key, values of `schedule` and whether to learn (a constant)
+        to the next ones of the first two, Episodes and metrics.
+      schedule: From the environment step at the start of an iteration to {tag: value}.
+      size: Environment steps of an iteration, `iterate` on all devices.
+      warm_up: Iterations without learning at the start.
+    """
+    parts, per_call = shards(args), math.ceil(args.log_interval / size)
+    iterations = math.ceil(args.total_timesteps / size)
+
+    def start(seed: jax.Array, part: jax.Array) -> Training:
+        network_key, key = jax.random.split(jax.random.PRNGKey(seed))
+        agent_key, env_key, key = jax.random.split(jax.random.fold_in(key, part), 3)
+        env_keys = jax.random.split(env_key, args.num_envs // parts)
+        envs = jax.vmap(partial(reset_functional, functional))(env_keys)
+        return Training(init(network_key, agent_key), envs, key)
+
+    def advance(state: Training, scheduled: dict, count: jax.Array, learning: bool) -> tuple:
+        """`count` iterations; the sums of their Episodes and the last one's metrics."""
+
+        def body(i: Any, carry: tuple) -> tuple:
+            (agent, envs, key), before, _ = carry
+            key, subkey = jax.random.split(key)
+            now = {tag: values[i] for tag, values in scheduled.items()}
+            agent, envs, episodes, metrics = iterate(agent, envs, subkey, now, learning)
+            return Training(agent, envs, key), jax.tree.map(jnp.add, before, episodes), metrics
+
+        none = Episodes(jnp.int32(0), jnp.float32(0), jnp.int32(0))
+        shapes = jax.eval_shape(body, 0, (state, none, None))[2]
+        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        state, episodes, metrics = jax.lax.fori_loop(0, count, body, (state, none, metrics))
+        return state, over_devices(jax.lax.psum, episodes, args), metrics
+
+    def spread(fn: Callable, *axes: int | None) -> Callable:
+        """`fn` for all agents at once, on all devices."""
+        fn = jax.vmap(fn, in_axes=axes)
+        if args.num_devices == 1:
+            return fn
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((args.num_devices,), ("devices",), axis_types=auto)
+        each, same = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
+        specs = tuple(same if axis is None else each for axis in axes)
+        return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
+
+    def compiled(learning: bool) -> Callable:
+        fn = spread(partial(advance, learning=learning), 0, None, None)
+        return jax.jit(fn, donate_argnums=0)
+
+    calls = {learning: compiled(learning) for learning in (False, True)}
+    numbers = np.arange(max(args.num_seeds, parts), dtype=np.uint32)
+    seeds, numbers = (
+        (numbers + args.seed, 0 * numbers) if parts == 1 else (0 * numbers + args.seed, numbers)
+    )
+    state = jax.jit(spread(start, 0, 0))(seeds, numbers)
+
+    def call(first: int, count: int) -> tuple:
+        nonlocal state
+        rows = [schedule((first + i) * size) for i in range(per_call)]
+        scheduled = {tag: np.array([row[tag] for row in rows], np.float32) for tag in rows[0]}
+        state, *logged = calls[first >= warm_up](state, scheduled, count)
+        sums, metrics = jax.device_get(logged)
+        episodes = []
+        for ended, total, length in zip(*sums, strict=True):
+            mean = [(total / ended, length / ended)] if ended else []
+            episodes.append(mean * min(int(ended), 100))
+        each = [
+            {tag: x[i] for tag, x in metrics.items()} | rows[count - 1] for i in range(len(seeds))
+        ]
+        return (first + count) * size, count * size, episodes, each, lambda: state
+
+    with ThreadPoolExecutor(max_workers=1) as device:
+        running: Future[Any] | None = None
+        first = 0
+        while first < iterations:
+            end = warm_up if first < warm_up else iterations
+            count = min(per_call, end - first)
+            before, running = running, device.submit(call, first, count)
+            first += count
+            if before:  # is logged while the next call runs
+                yield before.result()
+        if running:
+            yield running.result()
 
 
 # === end shared ===
@@ -626,7 +949,8 @@ def check_args(args: Args) -> None:
         elif type(value) is int:
             least = 0 if name == "seed" else 1
             require(value >= least, f"{name} must be at least {least}, got {value}")
-    batch, parts = args.num_envs * args.num_steps, args.num_minibatches
+    check_devices(args, "num_envs")
+    batch, parts = args.num_envs // shards(args) * args.num_steps, args.num_minibatches
     message = f"num_envs * num_steps = {batch} must be a multiple of num_minibatches {parts}"
     require(batch % parts == 0, message)
     message = f"norm_adv: a minibatch must have at least 2 of the {batch} rows, num_minibatches is"
@@ -634,76 +958,108 @@ def check_args(args: Args) -> None:
 
 
 def train(args: Args) -> Result:
-    """Trains one agent, logging it under runs/. Raises UsageError before it writes anything."""
+    """Trains an agent, or num_seeds of them, logged under runs/. Raises UsageError before that."""
     check_args(args)
-    envs = make_envs(args.env_id, args.num_envs, args.async_envs)
+    envs = make_envs(args)
     check_envs(args.env_id, envs)
     space: Any = envs.single_action_space
-    discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
+    num_actions, to_env = discrete_actions(space)
     box = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f" and len(space.shape) == 1
+    if box:  # clipped there and not in `sample`: the loss needs the action that was drawn
+        num_actions, to_env = space.shape[0], lambda action: action.clip(space.low, space.high)
     message = f"env_id {args.env_id}: PPO takes actions Discrete(n) or Box of floats [n]"
-    require(discrete or box, f"{message}, got {space}")
-    num_actions = int(space.n if discrete else space.shape[0])
+    require(num_actions > 0, f"{message}, got {space}")
     example = example_transition(envs)
+    if not box:
+        example = example._replace(action=np.zeros((), np.int32))
     image = is_image(example.observation.shape, example.observation.dtype)
     message = "normalize_observations: not for images, which the network scales by itself"
     require(not (image and args.normalize_observations), message)
-    if box:  # clipped there and not in `act`: the loss needs the action that was drawn
-        clip = partial(np.clip, a_min=space.low, a_max=space.high)
-        envs = gym.wrappers.vector.TransformAction(envs, clip)
 
     def moments(flag: bool | None, default: bool, shape: tuple[int, ...]) -> Moments | None:
         use = default if flag is None else flag
         return Moments(jnp.zeros(shape), jnp.ones(shape), jnp.float32(0)) if use else None
 
+    n, size = args.num_envs // shards(args), args.num_envs * args.num_steps
+    noise_shape = (args.num_steps, n, num_actions)
+    init_params, apply = flatten_network(ActorCritic(num_actions, box), example.observation)
     queue = buffers.circular_buffer(args.num_steps)
     clip_norm = optax.clip_by_global_norm(args.max_grad_norm)
     # Without the learning rate, which `train_step` is given each time.
     optimizer = optax.chain(clip_norm, optax.scale_by_adam(eps=1e-5))
-    network = ActorCritic(num_actions, gaussian=box)
-    params, apply = init_network(network, jax.random.PRNGKey(args.seed), example.observation)
-    row = jax.tree.map(lambda x: jnp.zeros((args.num_envs, *x.shape), x.dtype), example)
-    agent = Agent(
-        params=params,
-        opt_state=optimizer.init(params),
-        queue=queue.init((row, row.terminated)),
-        observations=moments(
-            args.normalize_observations, box and not image, example.observation.shape
-        ),
-        returns=moments(args.normalize_rewards, box, ()),
-        discounted_return=jnp.zeros(args.num_envs),
-    )
-    policy = jax.jit(lambda params, moments, x: apply(params, normalize(x, moments))[0])
     same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     options = dict(args=args, queue=queue, apply=apply, optimizer=optimizer, same_step=same_step)
-    learn = jax.jit(partial(train_step, **options), donate_argnums=0)
+    learn: Any = partial(train_step, **options)
 
-    def act(agent: Agent, noise: np.ndarray, t: int, observation: Any) -> np.ndarray:
-        output = policy(agent.params, agent.observations, observation)
-        return sample(noise[t], np.asarray(output))
+    def init(network_key: jax.Array, _: jax.Array) -> Agent:
+        params = init_params(network_key)
+        row = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), example)
+        shape, normalize = example.observation.shape, box and not image
+        return Agent(
+            params=params,
+            opt_state=optimizer.init(params),
+            queue=queue.init((row, row.terminated)),
+            observations=moments(args.normalize_observations, normalize, shape),
+            returns=moments(args.normalize_rewards, box, ()),
+            discounted_return=jnp.zeros(n),
+        )
 
-    rng = np.random.default_rng(args.seed)
-    env_state = reset_envs(envs, args.seed)
-    run = start_run(args)
-    size = args.num_envs * args.num_steps
-    iterations = math.ceil(args.total_timesteps / size)
-    rows = np.tile(np.arange(size, dtype=np.int32), (args.update_epochs, 1))
-    try:
-        for i in range(iterations):
-            shape = (args.num_steps, args.num_envs, num_actions)
-            noise = (rng.gumbel if discrete else rng.normal)(size=shape).astype(np.float32)
-            acting = partial(act, agent, noise)
-            collected = collect(envs, env_state, acting, args.num_steps, example)
-            env_state, rollout, mask, episodes = collected
-            rate = args.learning_rate * (1 - i / iterations if args.anneal_lr else 1)
-            orders = rng.permuted(rows, axis=1)  # drawn here: sorting is slow in XLA
-            agent, metrics = learn(agent, rollout, mask, orders, np.float32(rate))
-            metrics |= {"charts/learning_rate": rate}
-            log(run, args, (i + 1) * size, size, episodes, metrics)
-    finally:
-        end_run(run)
-        envs.close()
-    return Result(agent, list(run.returns), run.folder)
+    def policy(params: Any, moments: Moments | None, observation: Any) -> jax.Array:
+        return apply(params, normalize(observation, moments))[0]
+
+    def schedule(step: int) -> dict[str, float]:
+        left = 1 - step / size / math.ceil(args.total_timesteps / size)
+        return {"charts/learning_rate": args.learning_rate * (left if args.anneal_lr else 1)}
+
+    def iterate(
+        agent: Agent, env_state: EnvState, key: jax.Array, now: dict, _: bool
+    ) -> tuple[Agent, EnvState, Episodes, dict]:
+        env_key, noise_key, order_key = jax.random.split(key, 3)
+        noise = (jax.random.normal if box else jax.random.gumbel)(noise_key, noise_shape)
+
+        def act(t: jax.Array, observation: jax.Array) -> jax.Array:
+            return sample(noise[t], policy(agent.params, agent.observations, observation))
+
+        collected = collect_functional(functional_env, env_state, act, args.num_steps, env_key)
+        env_state, rollout, mask, episodes = collected
+        orders = shuffle(order_key, args.update_epochs, mask.size)
+        agent, metrics = learn(agent, rollout, mask, orders, now["charts/learning_rate"])
+        return agent, env_state, episodes, metrics
+
+    def ordinary(envs: VectorEnv) -> Generator:
+        """Steps the environments from Python; for `run_training`."""
+        jitted, update = jax.jit(policy), jax.jit(learn, donate_argnums=0)
+
+        def act(agent: Agent, noise: np.ndarray, t: int, observation: Any) -> np.ndarray:
+            output = jitted(agent.params, agent.observations, observation)
+            return sample(noise[t], np.asarray(output))
+
+        agent = init(jax.random.PRNGKey(args.seed), jax.random.PRNGKey(0))
+        rng = np.random.default_rng(args.seed)
+        env_state = reset_envs(envs, args.seed)
+        rows = np.tile(np.arange(size, dtype=np.int32), (args.update_epochs, 1))
+        with closing(envs):
+            for step in range(size, args.total_timesteps + size, size):
+                now = schedule(step - size)
+                noise = (rng.normal if box else rng.gumbel)(size=noise_shape).astype(np.float32)
+                acting = partial(act, agent, noise)
+                collected = collect(envs, env_state, acting, args.num_steps, example)
+                env_state, rollout, mask, episodes = collected
+                orders = rng.permuted(rows, axis=1)  # drawn here: sorting is slow in XLA
+                rate = np.float32(now["charts/learning_rate"])
+                agent, metrics = update(agent, rollout, mask, orders, rate)
+                yield step, size, [episodes], [metrics | now], partial(lambda agent: agent, agent)
+
+    env = functional(envs) if args.compiled is not False else None
+    if env is None:
+        progress = ordinary(TransformAction(envs, to_env) if to_env else envs)
+        return Result(*run_training(args, progress))
+    same, spec = to_env or (lambda action: action), gym.spec(args.env_id.rpartition(":")[2])
+    functional_env = Functional(env, spec.max_episode_steps, same, example)
+    progress = train_compiled(args, functional_env, init, iterate, schedule, size)
+    state, returns, folder = run_training(args, progress)
+    agent = state.agent if args.num_seeds > 1 else jax.tree.map(lambda x: x[0], state.agent)
+    return Result(agent, returns, folder)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,11 @@
 from typing import Any
 
 import gymnasium as gym
+import jax
+import jax.numpy as jnp
 import numpy as np
+from gymnasium.envs.functional_jax_env import FunctionalJaxEnv, FunctionalJaxVectorEnv
+from gymnasium.experimental.functional import FuncEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
@@ -96,3 +100,48 @@ gym.register("Probe-v0", Probe)
 for kind in ("constant", "observation", "discount", "action", "both", "truncation"):
     gym.register(f"Probe-{kind}-v0", Probe, kwargs={"kind": kind})
 gym.register("ProbeImage-v0", Probe, kwargs={"kind": "both", "image": True})
+
+
+class Chain(FuncEnv):
+    """Five states in a row, observed one-hot: action 1 goes right, 0 left, from state 0 on.
+
+    Reward 1 for the step into the last state, which ends the episode: from state s it is 4 - s
+    steps away, so that Q*(s, right) = gamma**(3 - s) and Q*(s, left) = gamma**(4 - max(s - 1, 0)).
+    """
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (5,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def initial(self, rng, params=None):
+        return jnp.int32(0)
+
+    def transition(self, state, action, rng, params=None):
+        return jnp.clip(state + 2 * action - 1, 0, 4)
+
+    def observation(self, state, rng, params=None):
+        return jax.nn.one_hot(state, 5)
+
+    def reward(self, state, action, next_state, rng, params=None):
+        return jnp.where(next_state == 4, 1.0, 0.0)
+
+    def terminal(self, state, rng, params=None):
+        return state == 4
+
+
+def make_chain(**kwargs: Any) -> FunctionalJaxEnv:
+    return FunctionalJaxEnv(Chain(), metadata={"render_modes": []}, **kwargs)
+
+
+def make_chains(num_envs: int, **kwargs: Any) -> FunctionalJaxVectorEnv:
+    return FunctionalJaxVectorEnv(Chain(), num_envs, **kwargs)
+
+
+unchecked = {"max_episode_steps": 9, "disable_env_checker": True}
+gym.register("Chain-v0", make_chain, **unchecked)
+gym.register("ChainVector-v0", vector_entry_point=make_chains, **unchecked)
+gym.register(
+    "ChainWrapped-v0",
+    make_chain,
+    **unchecked,
+    additional_wrappers=(gym.wrappers.TimeAwareObservation.wrapper_spec(),),
+)

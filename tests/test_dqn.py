@@ -239,7 +239,7 @@ def alone(seed, actions):
 )
 def test_collector_against_environments_stepped_alone(env_id, async_envs):
     n, num_steps, rollouts = 3, 7, 4
-    envs = dqn_jax.make_envs(env_id, n, async_envs)
+    envs = dqn_jax.make_envs(Args(env_id=env_id, num_envs=n, async_envs=async_envs))
     dqn_jax.check_envs(env_id, envs)
     rng = np.random.default_rng(0)
     state, example = dqn_jax.reset_envs(envs, seed=5), dqn_jax.example_transition(envs)
@@ -276,8 +276,8 @@ def test_collector_against_environments_stepped_alone(env_id, async_envs):
 
 
 def test_native_vector_version_is_used_from_four_environments_on():
-    assert isinstance(dqn_jax.make_envs("CartPole-v1", 1, False), gym.vector.SyncVectorEnv)
-    native = dqn_jax.make_envs("CartPole-v1", 4, False)
+    assert isinstance(dqn_jax.make_envs(Args()), gym.vector.SyncVectorEnv)
+    native = dqn_jax.make_envs(Args(num_envs=4))
     assert type(native).__name__ == "CartPoleVectorEnv"
     # CartPole's reward is 1 a step, its time limit 500: returns are lengths, and nothing is lost.
     state = dqn_jax.reset_envs(native, seed=0)
@@ -296,8 +296,9 @@ def test_native_vector_version_is_used_from_four_environments_on():
 
 
 def test_functional_environments_are_stepped_one_by_one():
-    envs = dqn_jax.make_envs("phys2d/CartPole-v1", 4, False)
+    envs = dqn_jax.make_envs(Args(env_id="phys2d/CartPole-v1", num_envs=4, compiled=False))
     assert isinstance(envs, gym.vector.SyncVectorEnv)
+    assert envs.num_envs == 4
 
 
 # ------------------------------------------------------------------------------------- the learning
@@ -318,8 +319,8 @@ PROBE = Args(
 
 
 def learned_q(result, observations, num_actions=2):
-    network = dqn_jax.QNetwork(num_actions)
-    return np.asarray(network.apply(result.agent.params, np.asarray(observations)))
+    _, q = dqn_jax.flatten_network(dqn_jax.QNetwork(num_actions), observations[0])
+    return np.asarray(q(result.agent.params, np.asarray(observations)))
 
 
 def args_with(**changes):
@@ -372,7 +373,8 @@ def test_image_probe(capsys):
     assert stored.next_observation is None  # each observation once
     assert is_step.shape == (1000, 1)
     assert "replay buffer: 1000 steps, 0.01 GB" in capsys.readouterr().out
-    assert "NatureCNN_0" in result.agent.params["params"]
+    sizes = (4 * 64 * 32 + 32, 32 * 16 * 64 + 64)  # the first two layers alone
+    assert result.agent.params.size > sum(sizes)
     black, white = np.zeros((1, 4, 36, 36), np.uint8), np.full((1, 4, 36, 36), 255, np.uint8)
     q = learned_q(result, np.concatenate([black, white]))
     np.testing.assert_allclose(q, [[1.0, -1.0], [-1.0, 1.0]], atol=0.25)

@@ -216,12 +216,12 @@ def test_moments_against_numpy():
         mask = np.ones(size, bool) if size == 1 else rng.random(size) < 0.7
         seen = np.concatenate([seen, x[mask]])
         x[~mask] = np.nan
-        moments = jax.jit(ppo_jax.update_moments)(moments, x, mask)
+        moments = jax.jit(partial(ppo_jax.update_moments, args=Args()))(moments, x, mask)
         assert moments.rows == len(seen)
         np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-4)
         np.testing.assert_allclose(moments.variance, seen.var(0), rtol=1e-3)
     assert (jnp.abs(ppo_jax.normalize(jnp.array([[1e3, -1e3, 0.0]]), moments)) <= 10).all()
-    kept = ppo_jax.update_moments(moments, x, np.zeros(30, bool))
+    kept = ppo_jax.update_moments(moments, x, np.zeros(30, bool), Args())
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), kept, moments)
 
 
@@ -229,7 +229,8 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     """Against a loop over two rollouts, so that returns carry over, and masked rows do not."""
     rng = np.random.default_rng(1)
     n, gamma = 4, 0.9
-    _, agent, _ = make_step(Args(num_envs=n, num_steps=20, normalize_rewards=True))
+    args = Args(num_envs=n, num_steps=20, normalize_rewards=True, gamma=gamma)
+    _, agent, _ = make_step(args)
     running, seen, resetting = np.zeros(n), [], None
     for _ in range(2):
         rollout, mask = random_rollout(rng, 20, n, next_step=True, resetting=resetting)
@@ -243,7 +244,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
                     seen.append(running[i])
                 if not mask[t, i] or rollout.terminated[t, i] or rollout.truncated[t, i]:
                     running[i] = 0.0
-        agent, scaled = ppo_jax.normalize_rewards(agent, rollout, jnp.asarray(mask), gamma)
+        agent, scaled = ppo_jax.normalize_rewards(agent, rollout, jnp.asarray(mask), args)
         wanted = np.clip(rollout.reward / np.std(seen), -10, 10)
         np.testing.assert_allclose(scaled.reward[mask], wanted[mask], rtol=1e-3)
         np.testing.assert_allclose(agent.discounted_return, running, rtol=1e-4, atol=1e-6)
@@ -258,7 +259,8 @@ def make_step(args, discrete=True, same_step=False, optimizer=None):
     queue = buffers.circular_buffer(args.num_steps)
     network = ppo_jax.ActorCritic(2, gaussian=not discrete)
     key = jax.random.PRNGKey(args.seed)
-    params, apply = ppo_jax.init_network(network, key, np.zeros(3, np.float32))
+    init, apply = ppo_jax.flatten_network(network, np.zeros(3, np.float32))
+    params = init(key)
     params += 0.1 * jax.random.normal(key, params.shape)  # a policy that is not uniform
     optimizer = optimizer or optax.chain(
         optax.clip_by_global_norm(args.max_grad_norm), optax.scale_by_adam(eps=1e-5)
@@ -465,7 +467,7 @@ def learned(result, observations, num_actions=2, gaussian=False):
     """The actor's output and V(s), of observations [B, ...]."""
     observations = np.asarray(observations)
     network = ppo_jax.ActorCritic(num_actions, gaussian)
-    _, apply = ppo_jax.init_network(network, jax.random.PRNGKey(0), observations[0])
+    _, apply = ppo_jax.flatten_network(network, observations[0])
     normalized = ppo_jax.normalize(observations, result.agent.observations)
     return jax.tree.map(np.asarray, apply(result.agent.params, normalized))
 
