@@ -55,6 +55,9 @@ PyTree = Any
 Array = jax.Array
 State = Any  # a NamedTuple that has at least the fields of RingState
 
+TINY = float(np.finfo(np.float32).tiny)
+EPSILON = float(np.finfo(np.float32).eps)
+
 __all__ = [
     "CircularBuffer",
     "PrioritisedReplay",
@@ -217,6 +220,16 @@ def _check(ok: Any, message: str, **values: Any) -> None:
 def _host(x: Any) -> Any:
     """`x` as NumPy if it is concrete, so that a check of it in Python dispatches nothing."""
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def _are_priorities(given: Any) -> Any:
+    """Whether all of them are 0 or more, and finite. JAX or NumPy arrays."""
+    if isinstance(given, np.ndarray) and given.dtype == np.float32:
+        # As integers, the bits of what is infinite, NaN or has a minus sign are the largest.
+        infinity = 0x7F800000
+        if np.maximum.reduce(given.view(np.uint32), axis=None, initial=0) < infinity:
+            return True
+    return ((given >= 0) & (given < np.inf)).all()
 
 
 def _indices(name: str, indices: Any) -> Any:
@@ -664,9 +677,16 @@ class Core(NamedTuple):
 def _replay(core: Core, donate: bool) -> Any:
     """The `Replay`, or `PrioritisedReplay`: the ring and the gather with this core."""
     layout, donated = core.layout, _donate(donate)
+    # A weight, or a number of rows held, with which there is something to draw for certain.
+    enough = TINY if core.set_priorities else layout.window + layout.period - 1
 
     def check_can_sample(name: str, state: State, added: Any = None) -> None:
         if not _is_checked(layout, state.size):
+            return
+        # Nearly always the first of these numbers tells, which is much faster to look at.
+        known = state.tree[-1] if core.set_priorities else state.size
+        concrete = added is None and not isinstance(known, jax.core.Tracer)
+        if concrete and np.asarray(known).item(0) >= enough:
             return
         ok = core.drawable(layout, state, added).any()
         if isinstance(ok, np.bool_) and ok:
@@ -788,8 +808,7 @@ def _replay(core: Core, donate: bool) -> Any:
                 f"{indices.shape} and {priorities.shape}"
             )
         if _is_checked(layout, priorities):
-            given = _host(priorities)
-            ok = ((given >= 0) & (given < np.inf)).all()
+            ok = _are_priorities(_host(priorities))
             _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
         # Without the storage, which does not change: to pass an array costs a microsecond.
         new = set_priorities_jit(state._replace(storage=()), indices, priorities)
@@ -890,8 +909,7 @@ def _choose(sums: Array, target: Array) -> tuple[Array, Array]:
     Never in that of a weight 0; where all are 0 the first.
     """
     # Below the total, whatever was rounded; of a total of 0, below 0.
-    tiny, epsilon = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).eps
-    target = jnp.minimum(target, sums[-1] * (1 - epsilon) - tiny)
+    target = jnp.minimum(target, sums[-1] * (1 - EPSILON) - TINY)
     # One after the other: XLA would give two small reductions to two threads.
     before = jnp.max(jnp.where(sums <= target[None], sums, 0), axis=0)
     is_passed = (sums <= before[None]) & (target >= 0)[None]
@@ -1008,9 +1026,10 @@ def prioritised_replay(
         known = _is_held(layout, state.cursor, state.size, indices, layout.window)
         known &= indices // layout.envs % layout.period == 0
         known &= (priorities >= 0) & (priorities < jnp.inf)
+        largest_known = jnp.max(jnp.where(known, priorities, 0), initial=0)
         return state._replace(
             tree=_tree_set(state.tree, indices % layout.capacity, weight(priorities), known),
-            max_priority=jnp.max(priorities, initial=state.max_priority, where=known),
+            max_priority=jnp.maximum(state.max_priority, largest_known),
         )
 
     return _replay(Core(layout, empty, advance, choose, drawable, set_priorities), donate)
@@ -1032,7 +1051,7 @@ def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
     drawn = probabilities > 0
     scaled = jnp.where(drawn, size * probabilities, 1)
     weights = jnp.where(drawn, scaled ** -jnp.asarray(beta, jnp.float32), 0)
-    return weights / jnp.max(weights, initial=jnp.finfo(jnp.float32).tiny)
+    return weights / jnp.max(weights, initial=TINY)
 
 
 # --------------------------------------------------------------------------------------- clustered
@@ -1140,7 +1159,7 @@ def clustered_replay(
         indices, probabilities = jax.vmap(lambda s, k: inner.choose(layout, s, k, batch_size))(
             state, jax.random.split(key, clusters)
         )
-        share = weights / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
+        share = weights / jnp.maximum(sums[-1], TINY)
         b = jnp.arange(batch_size)
         return indices[cluster, b] * clusters + cluster, share[cluster] * probabilities[cluster, b]
 
