@@ -55,6 +55,9 @@ PyTree = Any
 Array = jax.Array
 State = Any  # a NamedTuple that has at least the fields of RingState
 
+TINY = float(np.finfo(np.float32).tiny)
+EPSILON = float(np.finfo(np.float32).eps)
+
 __all__ = [
     "CircularBuffer",
     "PrioritisedReplay",
@@ -98,37 +101,6 @@ class Sample(NamedTuple):
     experience: PyTree  # leaves [B, ...], with `sequence_length` [B, W, ...]
     indices: Array  # [B] int32, for `get`, `update` (and `set_priorities`)
     probabilities: Array  # [B] float32, of each draw; 0 where there was nothing to draw
-
-
-class CircularBuffer(NamedTuple):
-    """The functions of `circular_buffer`; B, n: any number of items, `...`: an item's own shape.
-
-    init(item) -> state: empty storage for items like `item`.
-    add(state, item) -> state: one item, over the oldest one when full.
-    add_batch(state, items [B, ...], mask [B] = None) -> state: items in order, those whose `mask`
-      is False left out; of more items than fit, the newest stay.
-    pop(state, n) -> (state, items [n, ...]): the n oldest, oldest first; `n` is static. With fewer
-      than n held: ValueError; inside jit all that are held go, and the rows after them hold old
-      contents of the storage.
-    get(state, indices) -> items [*indices.shape, ...]: 0 is the oldest, size - 1 the newest.
-      Outside that: ValueError; inside jit some slot's contents.
-    update(state, fn, indices=None, *args) -> state: `fn(item, *args) -> item` applied to every
-      item, or to those at `indices` [B] with the rows of `args` [B, ...]. `fn` is static: define
-      it once and pass what varies in `args`, a new lambda is a new compilation. Outside 0 to
-      size - 1: ValueError; inside jit ignored. An index given twice is written once.
-    size(state) -> [] int32. can_add(state, n), can_pop(state, n) -> [] bool: whether n items fit
-      without loss; whether n are held. With these two it is a FIFO queue.
-    """
-
-    init: Callable[[PyTree], RingState]
-    add: Callable[[RingState, PyTree], RingState]
-    add_batch: Callable[..., RingState]
-    pop: Callable[[RingState, int], tuple[RingState, PyTree]]
-    get: Callable[[RingState, Any], PyTree]
-    update: Callable[..., RingState]
-    size: Callable[[RingState], Array]
-    can_add: Callable[[RingState, Any], Array]
-    can_pop: Callable[[RingState, Any], Array]
 
 
 class Replay(NamedTuple):
@@ -193,6 +165,32 @@ class PrioritisedReplay(NamedTuple):
     set_priorities: Callable[[PrioritisedState, Any, Any], PrioritisedState]
 
 
+class CircularBuffer(NamedTuple):
+    """The functions of `circular_buffer`.
+
+    init(item) -> state, add(state, item) -> state and add_batch(state, items [B, ...],
+      mask [B] = None) -> state: as in `Replay`, of items.
+    pop(state, n) -> (state, items [n, ...]): the n oldest, oldest first; `n` is static. With fewer
+      than n held: ValueError; inside jit all that are held go, and the rows after them hold old
+      contents of the storage.
+    get(state, indices) -> items [*indices.shape, ...]: 0 is the oldest, size - 1 the newest.
+      Outside that: ValueError; inside jit some slot's contents.
+    update(state, fn, indices=None, *args) -> state: as in `Replay`, of these indices.
+    size(state) -> [] int32. can_add(state, n), can_pop(state, n) -> [] bool: whether n items fit
+      without loss; whether n are held. With these two it is a FIFO queue.
+    """
+
+    init: Callable[[PyTree], RingState]
+    add: Callable[[RingState, PyTree], RingState]
+    add_batch: Callable[..., RingState]
+    pop: Callable[[RingState, int], tuple[RingState, PyTree]]
+    get: Callable[[RingState, Any], PyTree]
+    update: Callable[..., RingState]
+    size: Callable[[RingState], Array]
+    can_add: Callable[[RingState, Any], Array]
+    can_pop: Callable[[RingState, Any], Array]
+
+
 # ------------------------------------------------------------------------------------------ checks
 
 
@@ -217,6 +215,16 @@ def _check(ok: Any, message: str, **values: Any) -> None:
 def _host(x: Any) -> Any:
     """`x` as NumPy if it is concrete, so that a check of it in Python dispatches nothing."""
     return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def _are_priorities(given: Any) -> Any:
+    """Whether all of them are 0 or more, and finite. JAX or NumPy arrays."""
+    if isinstance(given, np.ndarray) and given.dtype == np.float32:
+        # As integers, the bits of what is infinite, NaN or has a minus sign are the largest.
+        infinity = 0x7F800000
+        if np.maximum.reduce(given.view(np.uint32), axis=None, initial=0) < infinity:
+            return True
+    return ((given >= 0) & (given < np.inf)).all()
 
 
 def _indices(name: str, indices: Any) -> Any:
@@ -360,26 +368,20 @@ def _empty_storage(layout: Layout, item: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), _item_like(item))
 
 
-def _row(layout: Layout, ring: State, item: PyTree) -> PyTree:
-    """One row for `_put`, as `add` takes it: an item, or [N, ...]."""
-    lead, axes = ((layout.envs,), "num_envs, ") if layout.streams else ((), "")
-    _check_state(layout, ring)
-    _check_items("add", ring.storage, item, lead, axes)
-    return jax.tree.map(lambda x, s: jnp.reshape(x, (1, *s.shape[1:])), item, ring.storage)
-
-
 def _length(items: PyTree) -> int:
     """The length of the leading axis, as far as the first leaf tells."""
     return next((next(iter(jnp.shape(leaf)), 1) for leaf in jax.tree.leaves(items)), 0)
 
 
-def _rows(layout: Layout, ring: State, items: PyTree) -> PyTree:
-    """Rows for `_put`, as `add_batch` takes them: [L, ...], or [L, N, ...]."""
+def _rows(layout: Layout, ring: State, items: PyTree, one: bool = False) -> PyTree:
+    """Rows [L, N, ...] for `_put`, of what `add` (if `one`) or `add_batch` is given."""
     _check_state(layout, ring)
-    count = _length(items)
-    lead, axes = ((layout.envs,), "num_envs, ") if layout.streams else ((), "")
-    _check_items("add_batch", ring.storage, items, (count, *lead), "rows, " + axes)
-    return jax.tree.map(lambda x, s: jnp.reshape(x, (count, *s.shape[1:])), items, ring.storage)
+    name, lead, axes = ("add", (), "") if one else ("add_batch", (_length(items),), "rows, ")
+    if layout.streams:
+        lead, axes = (*lead, layout.envs), axes + "num_envs, "
+    _check_items(name, ring.storage, items, lead, axes)
+    rows = 1 if one else _length(items)
+    return jax.tree.map(lambda x, s: jnp.reshape(x, (rows, *s.shape[1:])), items, ring.storage)
 
 
 def _advance(layout: Layout, ring: State, items: PyTree, mask: Any = None) -> tuple[State, Array]:
@@ -490,98 +492,35 @@ def _donate(donate: bool) -> dict[str, Any]:
     return {"donate_argnames": "state"} if donate else {}
 
 
-# ---------------------------------------------------------------------------------------- circular
+def _get_and_update(
+    layout: Layout, donate: bool, check: Callable[..., None], index: Callable[[State, Any], Any]
+) -> tuple[Callable[..., PyTree], Callable[..., State]]:
+    """`get` and `update` where `index(state, indices)` are the indices meant by those given.
 
-
-def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) -> CircularBuffer:
-    """A ring of the last `max_size` items; with `can_add` and `can_pop` a FIFO queue.
-
-    Args:
-      max_size: how many items are held; then each new one overwrites the oldest.
-      donate: whether functions that return a state use up the one they were given, so that they
-        work in place. False keeps old states alive, at the cost of copying the storage each call.
-      debug: whether mistakes in values, inside jit, are errors under checkify.
-
-    Raises:
-      TypeError, ValueError: `max_size` is not an int from 1 to 2**29.
+    `check(name of the function, state, indices)` raises ValueError for those that are not held.
     """
-    layout = _layout(max_size, debug=debug)
-    donated = _donate(donate)
 
     @jax.jit
-    def init(item: PyTree) -> RingState:
-        return _empty(layout)._replace(storage=_empty_storage(layout, item))
-
-    @partial(jax.jit, **donated)
-    def add(state: RingState, item: PyTree) -> RingState:
-        row = _row(layout, state, item)
-        new, slot = _advance(layout, state, row)
-        return new._replace(storage=_put(state.storage, slot, row))
-
-    @partial(jax.jit, **donated)
-    def add_batch(state: RingState, items: PyTree, mask: Array | None = None) -> RingState:
-        rows = _rows(layout, state, items)
-        _check_mask(mask, _length(items))
-        new, slot = _advance(layout, state, items, mask)
-        return new._replace(storage=_put(state.storage, slot, rows))
-
-    def index(state: RingState, i: Array) -> Array:
-        """The index of the i-th oldest item, or -1."""
-        held = (i >= 0) & (i < state.size)
-        return jnp.where(held, (state.cursor - state.size + i) % layout.modulus, -1)
-
-    @partial(jax.jit, static_argnames="n", **donated)
-    def pop_jit(state: RingState, n: int) -> tuple[RingState, PyTree]:
-        items = _gather(layout, state, index(state, jnp.arange(n)))
-        return state._replace(size=jnp.maximum(state.size - n, 0)), items
-
-    def pop(state: RingState, n: int) -> tuple[RingState, PyTree]:
-        if _positive("n", n) > max_size:
-            raise ValueError(f"pop: n is {n}, but at most max_size = {max_size} items are held")
-        if _is_checked(layout, state.size):
-            size = _host(state.size)
-            _check(size >= n, "pop: {n} items asked for, but {size} held", n=n, size=size)
-        return pop_jit(state, n)
-
-    def check_indices(name: str, state: RingState, indices: Any) -> None:
-        if _is_checked(layout, state.size, indices):
-            i, size = _host(indices), _host(state.size)
-            message = name + ": indices must be from 0 (oldest) to size - 1, and size is {size}"
-            _check(((i >= 0) & (i < size)).all(), message, size=size)
-
-    @jax.jit
-    def get_jit(state: RingState, indices: Array) -> PyTree:
+    def get_jit(state: State, indices: Array) -> PyTree:
         return _gather(layout, state, index(state, indices))
 
-    def get(state: RingState, indices: Any) -> PyTree:
+    def get(state: State, indices: Any) -> PyTree:
         indices = _indices("get", indices)
-        check_indices("get", state, indices)
+        check("get", state, indices)
         return get_jit(state, indices)
 
-    @partial(jax.jit, static_argnames="fn", **donated)
-    def update_jit(state: RingState, fn: Callable, indices: Any, args: tuple) -> RingState:
+    @partial(jax.jit, static_argnames="fn", **_donate(donate))
+    def update_jit(state: State, fn: Callable, indices: Any, args: tuple) -> State:
         indices = None if indices is None else index(state, indices)
         return _update(layout, state, fn, indices, args)
 
-    def update(state: RingState, fn: Callable, indices: Any = None, *args: PyTree) -> RingState:
+    def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
         if indices is not None:
             indices = jnp.atleast_1d(_indices("update", indices))
-            check_indices("update", state, indices)
+            check("update", state, indices)
         return update_jit(state, fn, indices, args)
 
-    @jax.jit
-    def can_add(state: RingState, n: Any) -> Array:
-        return state.size + n <= max_size
-
-    @jax.jit
-    def can_pop(state: RingState, n: Any) -> Array:
-        return state.size >= n
-
-    @jax.jit
-    def size(state: RingState) -> Array:
-        return state.size
-
-    return CircularBuffer(init, add, add_batch, pop, get, update, size, can_add, can_pop)
+    return get, update
 
 
 # --------------------------------------------------------------------------------- windows, replay
@@ -664,9 +603,16 @@ class Core(NamedTuple):
 def _replay(core: Core, donate: bool) -> Any:
     """The `Replay`, or `PrioritisedReplay`: the ring and the gather with this core."""
     layout, donated = core.layout, _donate(donate)
+    # A weight, or a number of rows held, with which there is something to draw for certain.
+    enough = TINY if core.set_priorities else layout.window + layout.period - 1
 
     def check_can_sample(name: str, state: State, added: Any = None) -> None:
         if not _is_checked(layout, state.size):
+            return
+        # Nearly always the first of these numbers tells, which is much faster to look at.
+        known = state.tree[-1] if core.set_priorities else state.size
+        concrete = added is None and not isinstance(known, jax.core.Tracer)
+        if concrete and np.asarray(known).item(0) >= enough:
             return
         ok = core.drawable(layout, state, added).any()
         if isinstance(ok, np.bool_) and ok:
@@ -684,14 +630,16 @@ def _replay(core: Core, donate: bool) -> Any:
     def init(item: PyTree) -> State:
         return core.empty(layout)._replace(storage=_empty_storage(layout, item))
 
+    def alone(item: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), item)
+
     def write(state: State, items: PyTree, rows: PyTree, mask: Any = None) -> State:
         new, slot = core.advance(layout, state._replace(storage=()), items, mask)
         return new._replace(storage=_put(state.storage, slot, rows))
 
     @partial(jax.jit, **donated)
     def add_jit(state: State, item: PyTree) -> State:
-        row = _row(layout, state, item)
-        return write(state, jax.tree.map(lambda x: jnp.expand_dims(x, 0), item), row)
+        return write(state, alone(item), _rows(layout, state, item, one=True))
 
     @partial(jax.jit, **donated)
     def add_batch_jit(state: State, items: PyTree, mask: Array | None = None) -> State:
@@ -700,7 +648,7 @@ def _replay(core: Core, donate: bool) -> Any:
 
     def add(state: State, item: PyTree) -> State:
         if core.arriving:
-            core.arriving("add", jax.tree.map(lambda x: jnp.expand_dims(x, 0), item))
+            core.arriving("add", alone(item))
         return add_jit(state, item)
 
     def add_batch(state: State, items: PyTree, mask: Array | None = None) -> State:
@@ -735,25 +683,13 @@ def _replay(core: Core, donate: bool) -> Any:
         check_can_sample(name, state, added)
         return add_and_sample_jit(state, items, key, _positive("batch_size", batch_size))
 
-    def check_indices(name: str, state: State, indices: Any, window: int) -> None:
+    def check_indices(name: str, state: State, indices: Any) -> None:
         if _is_checked(layout, state.size, indices):
+            window = layout.window if name == "get" else 1  # `update` is of single items
             held = _is_stored(layout, state, indices, window)
             _check(held.all(), f"{name}: an index is not in the buffer (any more)")
 
-    get_jit = jax.jit(partial(_gather, layout))
-
-    def get(state: State, indices: Any) -> PyTree:
-        indices = _indices("get", indices)
-        check_indices("get", state, indices, layout.window)
-        return get_jit(state, indices)
-
-    update_jit = jax.jit(partial(_update, layout), static_argnames="fn", **donated)
-
-    def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
-        if indices is not None:
-            indices = jnp.atleast_1d(_indices("update", indices))
-            check_indices("update", state, indices, 1)
-        return update_jit(state, fn, indices, args)
+    get, update = _get_and_update(layout, donate, check_indices, lambda state, indices: indices)
 
     @jax.jit
     def size(state: State) -> Array:
@@ -788,14 +724,68 @@ def _replay(core: Core, donate: bool) -> Any:
                 f"{indices.shape} and {priorities.shape}"
             )
         if _is_checked(layout, priorities):
-            given = _host(priorities)
-            ok = ((given >= 0) & (given < np.inf)).all()
+            ok = _are_priorities(_host(priorities))
             _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
         # Without the storage, which does not change: to pass an array costs a microsecond.
         new = set_priorities_jit(state._replace(storage=()), indices, priorities)
         return new._replace(storage=state.storage)
 
     return PrioritisedReplay(*functions, core, set_priorities)
+
+
+# ---------------------------------------------------------------------------------------- circular
+
+
+def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) -> CircularBuffer:
+    """A ring of the last `max_size` items; with `can_add` and `can_pop` a FIFO queue.
+
+    Args:
+      max_size: how many items are held; then each new one overwrites the oldest.
+      donate, debug: as in `uniform_replay`.
+
+    Raises:
+      TypeError, ValueError: `max_size` is not an int from 1 to 2**29.
+    """
+    layout = _layout(max_size, debug=debug)
+    ring = _replay(Core(layout), donate)  # of which a queue has what does not draw
+
+    def index(state: RingState, i: Array) -> Array:
+        """The index of the i-th oldest item, or -1."""
+        held = (i >= 0) & (i < state.size)
+        return jnp.where(held, (state.cursor - state.size + i) % layout.modulus, -1)
+
+    @partial(jax.jit, static_argnames="n", **_donate(donate))
+    def pop_jit(state: RingState, n: int) -> tuple[RingState, PyTree]:
+        items = _gather(layout, state, index(state, jnp.arange(n)))
+        return state._replace(size=jnp.maximum(state.size - n, 0)), items
+
+    def pop(state: RingState, n: int) -> tuple[RingState, PyTree]:
+        if _positive("n", n) > max_size:
+            raise ValueError(f"pop: n is {n}, but at most max_size = {max_size} items are held")
+        if _is_checked(layout, state.size):
+            size = _host(state.size)
+            _check(size >= n, "pop: {n} items asked for, but {size} held", n=n, size=size)
+        return pop_jit(state, n)
+
+    def check_indices(name: str, state: RingState, indices: Any) -> None:
+        if _is_checked(layout, state.size, indices):
+            i, size = _host(indices), _host(state.size)
+            message = name + ": indices must be from 0 (oldest) to size - 1, and size is {size}"
+            _check(((i >= 0) & (i < size)).all(), message, size=size)
+
+    get, update = _get_and_update(layout, donate, check_indices, index)
+
+    @jax.jit
+    def can_add(state: RingState, n: Any) -> Array:
+        return state.size + n <= max_size
+
+    @jax.jit
+    def can_pop(state: RingState, n: Any) -> Array:
+        return state.size >= n
+
+    return CircularBuffer(
+        ring.init, ring.add, ring.add_batch, pop, get, update, ring.size, can_add, can_pop
+    )
 
 
 # ----------------------------------------------------------------------------------------- uniform
@@ -890,8 +880,7 @@ def _choose(sums: Array, target: Array) -> tuple[Array, Array]:
     Never in that of a weight 0; where all are 0 the first.
     """
     # Below the total, whatever was rounded; of a total of 0, below 0.
-    tiny, epsilon = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).eps
-    target = jnp.minimum(target, sums[-1] * (1 - epsilon) - tiny)
+    target = jnp.minimum(target, sums[-1] * (1 - EPSILON) - TINY)
     # One after the other: XLA would give two small reductions to two threads.
     before = jnp.max(jnp.where(sums <= target[None], sums, 0), axis=0)
     is_passed = (sums <= before[None]) & (target >= 0)[None]
@@ -1008,9 +997,10 @@ def prioritised_replay(
         known = _is_held(layout, state.cursor, state.size, indices, layout.window)
         known &= indices // layout.envs % layout.period == 0
         known &= (priorities >= 0) & (priorities < jnp.inf)
+        largest_known = jnp.max(jnp.where(known, priorities, 0), initial=0)
         return state._replace(
             tree=_tree_set(state.tree, indices % layout.capacity, weight(priorities), known),
-            max_priority=jnp.max(priorities, initial=state.max_priority, where=known),
+            max_priority=jnp.maximum(state.max_priority, largest_known),
         )
 
     return _replay(Core(layout, empty, advance, choose, drawable, set_priorities), donate)
@@ -1032,7 +1022,7 @@ def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
     drawn = probabilities > 0
     scaled = jnp.where(drawn, size * probabilities, 1)
     weights = jnp.where(drawn, scaled ** -jnp.asarray(beta, jnp.float32), 0)
-    return weights / jnp.max(weights, initial=jnp.finfo(jnp.float32).tiny)
+    return weights / jnp.max(weights, initial=TINY)
 
 
 # --------------------------------------------------------------------------------------- clustered
@@ -1140,7 +1130,7 @@ def clustered_replay(
         indices, probabilities = jax.vmap(lambda s, k: inner.choose(layout, s, k, batch_size))(
             state, jax.random.split(key, clusters)
         )
-        share = weights / jnp.maximum(sums[-1], jnp.finfo(jnp.float32).tiny)
+        share = weights / jnp.maximum(sums[-1], TINY)
         b = jnp.arange(batch_size)
         return indices[cluster, b] * clusters + cluster, share[cluster] * probabilities[cluster, b]
 

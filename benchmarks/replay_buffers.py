@@ -32,16 +32,16 @@ import buffers
 
 REPETITIONS = 15
 BATCH = 256
-KEY = jax.random.PRNGKey(0)
-ITEMS = {
+# NumPy, since `main` sets how JAX dispatches, which counts only before its first array.
+ITEMS: dict[str, dict[str, Any]] = {
     "cartpole": {
-        "observation": jnp.ones(4),
-        "action": jnp.int32(1),
-        "reward": jnp.float32(1),
-        "next_observation": jnp.ones(4),
-        "terminated": jnp.array(False),
+        "observation": np.ones(4, np.float32),
+        "action": np.int32(1),
+        "reward": np.float32(1),
+        "next_observation": np.ones(4, np.float32),
+        "terminated": np.array(False),
     },
-    "image": {"observation": jnp.ones((32, 32, 3))},
+    "image": {"observation": np.ones((32, 32, 3), np.float32)},
 }
 
 
@@ -253,9 +253,10 @@ ONLY_FROM_PYTHON = {"ours_in_jit", "stable_baselines3", "cpprb"}  # inside scan 
 
 def arguments(capacity: int, count: int, first: int) -> tuple[Any, Any, Any]:
     """Keys [count], indices of items held and priorities [count, B], for as many calls."""
-    indices = jax.random.randint(KEY, (count, BATCH), first, first + capacity)
-    priorities = jnp.abs(jax.random.normal(KEY, (count, BATCH))) + 1e-6
-    return jax.block_until_ready((jax.random.split(KEY, count), indices, priorities))
+    key = jax.random.PRNGKey(0)
+    indices = jax.random.randint(key, (count, BATCH), first, first + capacity)
+    priorities = jnp.abs(jax.random.normal(key, (count, BATCH))) + 1e-6
+    return jax.block_until_ready((jax.random.split(key, count), indices, priorities))
 
 
 def from_python(call: Callable, state: Any, calls: Any) -> tuple[Any, float]:
@@ -327,19 +328,26 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only buffers whose name starts so")
     parser.add_argument("--item", choices=ITEMS, default="cartpole")
     parser.add_argument("--capacities", nargs="*", type=int, default=[10**4, 10**5, 10**6])
+    parser.add_argument(
+        "--async-dispatch",
+        action="store_true",
+        help="JAX's default on CPUs; without it programs run in the thread that calls them, as "
+        "the scripts of this repository have it",
+    )
     args = parser.parse_args()
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_cpu_enable_async_dispatch", args.async_dispatch)
     peers = [peer for peer in PEERS if peer == "ours_in_jit" or importlib.util.find_spec(peer)]
     for peer in PEERS.keys() - set(peers):
         print(f"{peer} is not installed: pip install -e '.[bench]'")
     names = ["jax", *(peer for peer in peers if peer != "ours_in_jit")]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    print(f"{versions}; {jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores; microseconds\n")
+    print(f"{versions}; {jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores; microseconds")
+    print(f"{'asynchronous' if args.async_dispatch else 'synchronous'} dispatch\n")
     heads = " | ".join(f"{peer} | ratio" for peer in peers)
     print(f"| buffer | operation | from | capacity | ours | {heads} |")
     print("|---" * (5 + 2 * len(peers)) + "|")
     for capacity in args.capacities:
-        item = ITEMS[args.item]
+        item = jax.tree.map(jnp.asarray, ITEMS[args.item])
         libraries = {"ours": ours(item, capacity)}
         libraries |= {peer: PEERS[peer](item, capacity) for peer in peers}
         for how, where, count in ((from_python, "Python", 300), (inside_scan, "scan", 500)):
