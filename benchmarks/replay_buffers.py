@@ -16,6 +16,7 @@ all of it, with the time of each repetition.
 """
 
 import argparse
+import ctypes
 import gc
 import importlib.util
 import json
@@ -677,7 +678,7 @@ def resident(peak: bool = False) -> int:
 def memory(library: str, buffer: str, item: str, capacity: int) -> dict[str, int]:
     """Bytes that a full buffer takes in this process, which must be new, and at most while used."""
 
-    def use(own: Library, capacity: int) -> Any:
+    def use(own: Library) -> Any:
         each: Any = [x[0] for x in arguments(library, own, capacity, 1)]
         state = own.state
         for call in own.calls.values():
@@ -686,20 +687,21 @@ def memory(library: str, buffer: str, item: str, capacity: int) -> dict[str, int
         return state
 
     make = LIBRARIES[library]
-    warm = make(buffer, ITEMS[item], 1_000 - 1_000 % (10 * ENVS))
+    warm = make(buffer, ITEMS[item], capacity)
     assert warm is not None
-    use(warm, 960)  # loads what the library loads when it is first used
+    use(warm)  # loads and compiles what a first use does
     del warm
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # gives back what is free
     before = resident()
     own = make(buffer, ITEMS[item], capacity)
     assert own is not None
     gc.collect()
     held = resident() - before
     leaves = [x for x in jax.tree.leaves(own.state) if isinstance(x, jax.Array | np.ndarray)]
-    own = own._replace(state=use(own, capacity))  # compiles, which takes memory as well
+    own = own._replace(state=use(own))  # compiles, which takes memory as well
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    use(own, capacity)
+    use(own)
     return {
         "arrays": sum(x.nbytes for x in leaves),
         "resident": held,

@@ -9,12 +9,12 @@ goes to all. With `--num-seeds-flag` one process trains all seeds, by the script
 
 Prints a table and writes it with a learning curve for each environment to the folder `--plots`:
 `returns.md`, `returns.json`, `ENVIRONMENT.png`. Of each seed it takes the mean return of the last
-100 points of charts/episodic_return (an episode each, or the mean of those that ended in the same
-rollout), and the environment steps when the mean of 100 points first reached the environment's
-threshold. Over the seeds: mean, standard deviation, and the interquartile mean with a 95% interval
-of a percentile bootstrap that resamples seeds within each environment (Agarwal et al. 2021, "Deep
-reinforcement learning at the edge of the statistical precipice", arXiv 2108.13264). Published
-returns stand beside ours, with their sources under the table.
+100 episodes, and the environment steps when the mean of 100 episodes first reached the
+environment's threshold; of episodes that ended in one rollout the scripts log the mean, which
+stands for as many as fit. Over the seeds: mean, standard deviation, and the interquartile mean with
+a 95% interval of a percentile bootstrap that resamples seeds within each environment (Agarwal et
+al. 2021, "Deep reinforcement learning at the edge of the statistical precipice", arXiv 2108.13264).
+Published returns stand beside ours, with their sources under the table.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).parent.parent
 THRESHOLDS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0, "MountainCar-v0": -110.0}
-POINTS = 100  # of charts/episodic_return, in the mean that a return is here
+EPISODES = 100  # in the mean that a return is here
 RESAMPLES = 2_000
 
 SOURCES = {
@@ -80,7 +80,8 @@ class Curve(NamedTuple):
     """What one seed gave."""
 
     steps: np.ndarray  # environment steps at each point of charts/episodic_return
-    means: np.ndarray  # mean of the last 100 points, of fewer at the start
+    means: np.ndarray  # mean of the last 100 episodes, of fewer at the start
+    complete: np.ndarray  # whether it is of 100
 
 
 def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> list[Path]:
@@ -131,26 +132,37 @@ def scalars(folder: Path, tag: str) -> list[Any]:
 
 
 def curve(folder: Path) -> Curve:
-    """Environment steps, and the mean of the last 100 returns at each of them."""
+    """What charts/episodic_return and charts/episodic_length of a run say."""
     points = scalars(folder, "charts/episodic_return")
     if not points:
         raise ValueError(f"{folder}: no point of charts/episodic_return: train for longer")
     steps, values = np.array([(p.step, p.value) for p in points]).T
-    return Curve(steps, last_means(values))
+    lengths = np.array([p.value for p in scalars(folder, "charts/episodic_length")])
+    return last_means(steps, values, lengths)
 
 
-def last_means(values: np.ndarray, count: int = POINTS) -> np.ndarray:
-    """At each point the mean of the last `count` values, of fewer where there are not so many."""
+def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> Curve:
+    """At each point the mean of the fewest points before it that hold 100 episodes.
+
+    A point is an episode, or the mean of those that ended in a rollout, which of 64 environments
+    are many. How many follows from the steps since the point before and their mean length, with
+    the step that resets; it is at least one.
+    """
+    episodes = np.diff(steps, prepend=0) / (lengths + 1)
+    held = np.concatenate([[0.0], np.cumsum(episodes)])
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(sums))
-    first = np.maximum(ends - count, 0)
-    return (sums[1:] - sums[first]) / (ends - first)
+    ends = np.arange(1, len(held))
+    enough = held[1:] - EPISODES + 1e-6  # where it is positive, sums of fractions aside
+    first = np.searchsorted(held, enough, side="right") - 1
+    first = np.maximum(np.maximum(first, ends - EPISODES), 0)
+    complete = (enough >= 0) | (ends >= EPISODES)
+    return Curve(steps, (sums[1:] - sums[first]) / (ends - first), complete)
 
 
-def reached(steps: np.ndarray, means: np.ndarray, threshold: float) -> float:
-    """The step when a full 100 points first had that mean; infinity if they never had."""
-    hits = np.flatnonzero(means[POINTS - 1 :] >= threshold)
-    return float(steps[POINTS - 1 + hits[0]]) if len(hits) else float("inf")
+def reached(curve: Curve, threshold: float) -> float:
+    """The step when 100 episodes first had that mean; infinity if they never had."""
+    hits = np.flatnonzero(curve.complete & (curve.means >= threshold))
+    return float(curve.steps[hits[0]]) if len(hits) else float("inf")
 
 
 def interquartile_mean(scores: np.ndarray) -> np.ndarray:
@@ -181,7 +193,7 @@ def on_grid(curves: list[Curve], points: int = 150) -> tuple[np.ndarray, np.ndar
     """
     grid = np.linspace(0, min(c.steps[-1] for c in curves), points)
     columns = []
-    for steps, means in curves:
+    for steps, means, _ in curves:
         last = np.searchsorted(steps, grid, side="right") - 1
         columns.append(np.where(last >= 0, means[np.maximum(last, 0)], np.nan))
     return grid, np.stack(columns, axis=-1)
@@ -226,7 +238,9 @@ def plot(env_id: str, curves: dict[str, list[Curve]], path: Path) -> None:
         axes.fill_between(steps, low, high, alpha=0.18, color=colour, hatch=hatch, linewidth=0)
     if env_id in THRESHOLDS:
         axes.axhline(THRESHOLDS[env_id], color="0.5", linewidth=0.7)
-    axes.set(title=env_id, xlabel="environment steps", ylabel="return, mean of the last 100 points")
+    axes.set(
+        title=env_id, xlabel="environment steps", ylabel="return, mean of the last 100 episodes"
+    )
     axes.ticklabel_format(axis="x", style="sci", scilimits=(3, 3))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="best")
@@ -241,7 +255,7 @@ def summary(env_id: str, script: str, curves: list[Curve]) -> dict[str, Any]:
     ends = np.array([c.means[-1] for c in curves])
     threshold = THRESHOLDS.get(env_id)
     limit = float("inf") if threshold is None else threshold
-    times = [reached(c.steps, c.means, limit) for c in curves]
+    times = [reached(c, limit) for c in curves]
     low, high = bootstrap(ends)
     algorithm = "ppo" if script.startswith("ppo") else "dqn"
     return {
