@@ -675,6 +675,13 @@ def resident(peak: bool = False) -> int:
     return next(int(x.split()[1]) * 1024 for x in lines if x.startswith(field))
 
 
+def settled() -> int:
+    """`resident`, once what is free has been given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident()
+
+
 def memory(library: str, buffer: str, item: str, capacity: int) -> dict[str, int]:
     """Bytes that a full buffer takes in this process, which must be new, and at most while used."""
 
@@ -691,15 +698,13 @@ def memory(library: str, buffer: str, item: str, capacity: int) -> dict[str, int
     assert warm is not None
     use(warm)  # loads and compiles what a first use does
     del warm
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # gives back what is free
-    before = resident()
+    before = settled()
     own = make(buffer, ITEMS[item], capacity)
     assert own is not None
-    gc.collect()
-    held = resident() - before
+    held = settled() - before
     leaves = [x for x in jax.tree.leaves(own.state) if isinstance(x, jax.Array | np.ndarray)]
     own = own._replace(state=use(own))  # compiles, which takes memory as well
+    settled()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     use(own)
     return {

@@ -138,17 +138,20 @@ def curve(folder: Path) -> Curve:
         raise ValueError(f"{folder}: no point of charts/episodic_return: train for longer")
     steps, values = np.array([(p.step, p.value) for p in points]).T
     lengths = np.array([p.value for p in scalars(folder, "charts/episodic_length")])
-    return last_means(steps, values, lengths)
+    return last_means(steps, values, lengths if len(lengths) == len(steps) else None)
 
 
-def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray) -> Curve:
+def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray | None) -> Curve:
     """At each point the mean of the fewest points before it that hold 100 episodes.
 
     A point is an episode, or the mean of those that ended in a rollout, which of 64 environments
     are many. How many follows from the steps since the point before and their mean length, with
-    the step that resets; it is at least one.
+    the step that resets; it is at least one, and one if lengths were not logged.
     """
-    episodes = np.diff(steps, prepend=0) / (lengths + 1)
+    if lengths is None:
+        episodes = np.ones(len(steps))
+    else:
+        episodes = np.diff(steps, prepend=0) / (lengths + 1)
     held = np.concatenate([[0.0], np.cumsum(episodes)])
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(held))

@@ -60,6 +60,8 @@ def test_a_mean_is_of_the_last_hundred_points_where_each_is_an_episode():
     assert curve.means[98] == 49.0
     assert curve.means[149] == np.arange(50, 150).mean()
     np.testing.assert_array_equal(np.flatnonzero(curve.complete), np.arange(99, 150))
+    without_lengths = returns.last_means(steps, values, None)
+    np.testing.assert_array_equal(without_lengths.means, curve.means)
 
 
 def test_a_mean_is_of_fewer_points_where_each_is_many_episodes():
