@@ -7,7 +7,7 @@ our median, least and most over interleaved repetitions, and of each peer its me
 median, least and greatest of its ratio to ours in the same repetition (above 1: ours is faster).
 Under it what compiling that operation in a loop takes and what memory the compiled loop needs
 beside the buffer, then the memory of each buffer: that of a process of its own, grown by filling
-it, and at most while each operation runs once.
+it, and at most while each operation that it has runs once.
 
 Buffers are full, with the write position in the middle (the circular one is half full), of CartPole
 transitions or, with `--item image`, of one (32, 32, 3) float32 observation. A peer that is not
@@ -326,8 +326,8 @@ def naive_numpy(buffer: str, item: Any, capacity: int) -> Library | None:
     storage = {k: np.zeros((capacity, *x.shape), x.dtype) for k, x in one.items()}
     for field in storage.values():
         field[:] = 1
-    weights, rng = np.ones(capacity), np.random.default_rng(0)
-    half = capacity // 2
+    per, half = buffer == "prioritised", capacity // 2
+    weights, rng = np.ones(capacity if per else 0), np.random.default_rng(0)
     cursor, oldest, size = half, 0, half if buffer == "circular" else capacity
 
     def add(items: dict[str, np.ndarray], count: int) -> Any:
@@ -335,7 +335,8 @@ def naive_numpy(buffer: str, item: Any, capacity: int) -> Library | None:
         slots = cursor if count == 1 else (cursor + np.arange(count)) % capacity
         for name, x in items.items():
             storage[name][slots] = x
-        weights[slots] = 1
+        if per:
+            weights[slots] = 1
         cursor, size = (cursor + count) % capacity, min(size + count, capacity)
 
     def get(slots: Any) -> dict[str, np.ndarray]:
@@ -348,7 +349,7 @@ def naive_numpy(buffer: str, item: Any, capacity: int) -> Library | None:
         return items
 
     def draw() -> np.ndarray:
-        if buffer == "uniform":
+        if not per:
             return rng.integers(size, size=BATCH)
         sums = np.cumsum(weights)
         return np.searchsorted(sums, rng.random(BATCH) * sums[-1], side="right") % capacity
@@ -377,7 +378,7 @@ def naive_numpy(buffer: str, item: Any, capacity: int) -> Library | None:
             "update 256": lambda s, _, i, __: (s, update(i % capacity)),
             "update all": lambda s, *_: (s, update(slice(None))),
         }
-    if buffer == "prioritised":
+    if per:
         calls |= {
             "set 256": lambda s, _, i, p: (s, put(i, p)),
             "sample, set 256": lambda s, _, __, p: (s, put(draw(), p)),
@@ -685,33 +686,34 @@ def settled() -> int:
 def memory(library: str, buffer: str, item: str, capacity: int) -> dict[str, int]:
     """Bytes that a full buffer takes in this process, which must be new, and at most while used."""
 
-    def use(own: Library) -> Any:
-        each: Any = [x[0] for x in arguments(library, own, capacity, 1)]
-        state = own.state
-        for call in own.calls.values():
-            state, drawn = jax.block_until_ready(call(state, *each))
-            del drawn
-        return state
+    def make() -> Library:
+        own = LIBRARIES[library](buffer, ITEMS[item], capacity)
+        if own is None:
+            raise ValueError(f"{library} has no {buffer} buffer")
+        if library == "stable_baselines3":  # the second one, of 128 environments, does not count
+            del own.state[128], own.calls["add 128"]
+        return own
 
-    make = LIBRARIES[library]
-    warm = make(buffer, ITEMS[item], capacity)
-    assert warm is not None
-    use(warm)  # loads and compiles what a first use does
-    del warm
+    def use(own: Library) -> Library:
+        for call in own.calls.values():
+            each: Any = [x[0] for x in arguments(library, own, capacity, 1)]
+            state, drawn = jax.block_until_ready(call(own.state, *each))
+            own = own._replace(state=state)
+            del drawn
+        return own
+
+    use(make())  # loads and compiles what a first use does
     before = settled()
-    own = make(buffer, ITEMS[item], capacity)
-    assert own is not None
+    own = make()
     held = settled() - before
-    leaves = [x for x in jax.tree.leaves(own.state) if isinstance(x, jax.Array | np.ndarray)]
-    own = own._replace(state=use(own))  # compiles, which takes memory as well
+    arrays = [x for x in jax.tree.leaves(own.state) if isinstance(x, jax.Array | np.ndarray)]
+    size = sum(x.nbytes for x in arrays)
+    del arrays
+    own = use(own)  # compiles, which takes memory as well
     settled()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     use(own)
-    return {
-        "arrays": sum(x.nbytes for x in leaves),
-        "resident": held,
-        "peak": resident(peak=True) - before,
-    }
+    return {"arrays": size, "resident": held, "peak": resident(peak=True) - before}
 
 
 def memory_of_each(buffer: str, item: str, capacity: int, names: list[str]) -> dict[str, Any]:
@@ -855,7 +857,7 @@ def main() -> None:
                 ["buffer", "item", "capacity", "library", *kinds],
                 (
                     [m["buffer"], m["item"], f"{m['capacity']:,}", m["library"]]
-                    + [f"{m[kind] / 1e6:.1f}" for kind in kinds]
+                    + [f"{m[kind] / 1e6:.1f}" if m[kind] else "" for kind in kinds]
                     for m in memory_rows
                 ),
             )

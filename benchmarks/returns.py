@@ -148,10 +148,8 @@ def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray | None
     are many. How many follows from the steps since the point before and their mean length, with
     the step that resets; it is at least one, and one if lengths were not logged.
     """
-    if lengths is None:
-        episodes = np.ones(len(steps))
-    else:
-        episodes = np.diff(steps, prepend=0) / (lengths + 1)
+    since = np.diff(steps, prepend=0)
+    episodes = np.ones(len(steps)) if lengths is None else since / (lengths + 1)
     held = np.concatenate([[0.0], np.cumsum(episodes)])
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(held))
