@@ -145,18 +145,20 @@ def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray | None
     """At each point the mean of the fewest points before it that hold 100 episodes.
 
     A point is an episode, or the mean of those that ended in a rollout, which of 64 environments
-    are many. How many follows from the steps since the point before and their mean length, with
-    the step that resets; it is at least one, and one if lengths were not logged.
+    are many. So many hold as many episodes as their steps are mean lengths, with the step that
+    resets; each holds at least one, and one if lengths were not logged.
     """
-    since = np.diff(steps, prepend=0)
-    episodes = np.ones(len(steps)) if lengths is None else since / (lengths + 1)
-    held = np.concatenate([[0.0], np.cumsum(episodes)])
+    ends = np.arange(1, len(steps) + 1)
+    first, complete = np.maximum(ends - EPISODES, 0), ends >= EPISODES
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(held))
-    enough = held[1:] - EPISODES + 1e-6  # where it is positive, sums of fractions aside
-    first = np.searchsorted(held, enough, side="right") - 1
-    first = np.maximum(np.maximum(first, ends - EPISODES), 0)
-    complete = (enough >= 0) | (ends >= EPISODES)
+    if lengths is not None:
+        starts = np.concatenate([[0.0], steps])
+        total = np.concatenate([[0.0], np.cumsum(lengths + 1)])
+        for count in range(EPISODES, 0, -1):  # the fewest points last
+            j = np.maximum(ends - count, 0)
+            mean = (total[ends] - total[j]) / (ends - j)
+            enough = (starts[ends] - starts[j]) / mean >= EPISODES - 1e-6
+            first, complete = np.where(enough, j, first), complete | enough
     return Curve(steps, (sums[1:] - sums[first]) / (ends - first), complete)
 
 
