@@ -1,100 +1,358 @@
 """Returns of scripts x environments x seeds: where a run ends, and when it reaches a threshold.
 
-    python benchmarks/returns.py --scripts dqn_jax per_dqn_jax --env-ids CartPole-v1 --seeds 5
+    pip install -e ".[bench]"
+    python benchmarks/returns.py --scripts dqn_jax "dqn_jax --num-envs 8" ppo_jax --seeds 10
 
 Runs what has not been run yet, as many processes at a time as `--jobs`, in the folder `--folder`;
-stopped and started again, it goes on. What stands after `--` goes to the scripts. Prints a table:
-for each seed the mean return of the last 100 points of charts/episodic_return (an episode each, or
-the mean of those that ended in the same rollout), and the environment steps when the mean of 100
-points first reached the environment's threshold.
+stopped and started again, it goes on. A script may have flags of its own; what stands after `--`
+goes to all. With `--num-seeds-flag` one process trains all seeds, by the scripts' `--num-seeds`.
+
+Prints a table and writes it with a learning curve for each environment to the folder `--plots`:
+`returns.md`, `returns.json`, `ENVIRONMENT.png`. Of each seed it takes the mean return of the last
+100 episodes, and the environment steps when the mean of 100 episodes first reached the
+environment's threshold; of episodes that ended in one rollout the scripts log the mean, which
+stands for as many as fit. Over the seeds: mean, standard deviation, and the interquartile mean with
+a 95% interval of a percentile bootstrap that resamples seeds within each environment (Agarwal et
+al. 2021, "Deep reinforcement learning at the edge of the statistical precipice", arXiv 2108.13264).
+Published returns stand beside ours, with their sources under the table.
 """
 
 import argparse
 import os
+import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from machine import header, table, write_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
 THRESHOLDS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0, "MountainCar-v0": -110.0}
+EPISODES = 100  # in the mean that a return is here
+RESAMPLES = 2_000
+
+SOURCES = {
+    "CleanRL": "mean and standard deviation over 3 seeds of 500,000 steps, which its tables call "
+    "average episodic return: https://docs.cleanrl.dev/rl-algorithms/dqn/ (dqn_jax.py) and "
+    "https://docs.cleanrl.dev/rl-algorithms/ppo/ (ppo.py)",
+    "rl-baselines3-zoo": "one run with tuned hyperparameters, of the number of steps given, "
+    "evaluated without exploration, standard deviation over episodes: "
+    "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md",
+}
+# [environment, algorithm]: what each source publishes.
+PUBLISHED: dict[tuple[str, str], dict[str, str]] = {
+    ("CartPole-v1", "dqn"): {
+        "CleanRL": "498.38 ± 2.29",
+        "rl-baselines3-zoo": "500.0 ± 0.0 (50k)",
+    },
+    ("CartPole-v1", "ppo"): {
+        "CleanRL": "490.04 ± 6.12",
+        "rl-baselines3-zoo": "500.0 ± 0.0 (100k)",
+    },
+    ("Acrobot-v1", "dqn"): {
+        "CleanRL": "-88.89 ± 1.56",
+        "rl-baselines3-zoo": "-76.6 ± 11.8 (100k)",
+    },
+    ("Acrobot-v1", "ppo"): {
+        "CleanRL": "-86.36 ± 1.32",
+        "rl-baselines3-zoo": "-73.5 ± 18.2 (1M)",
+    },
+    ("MountainCar-v0", "dqn"): {
+        "CleanRL": "-188.90 ± 11.78",
+        "rl-baselines3-zoo": "-100.8 ± 9.9 (120k)",
+    },
+    ("MountainCar-v0", "ppo"): {
+        "CleanRL": "-200.00 ± 0.00",
+        "rl-baselines3-zoo": "-110.4 ± 19.5 (1M)",
+    },
+    ("Pendulum-v1", "ppo"): {"rl-baselines3-zoo": "-172.2 ± 104.2 (100k)"},
+}
 
 
-def run(name: str, env_id: str, seed: int, flags: list[str], folder: Path) -> Path:
-    """The folder of that run, made by the script if it is not there yet."""
+class Curve(NamedTuple):
+    """What one seed gave."""
+
+    steps: np.ndarray  # environment steps at each point of charts/episodic_return
+    means: np.ndarray  # mean of the last 100 episodes, of fewer at the start
+    complete: np.ndarray  # whether it is of 100
+
+
+def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> list[Path]:
+    """The folders of that run, one for each seed in it, made by the script if not there yet."""
+    name, *own = shlex.split(script)
+    flags = [*own, *flags]
     label = "_".join([name, *flags]).replace("--", "").replace("/", "-")
     work = folder / label / f"{env_id.replace('/', '-')}-{seed}"
     done = work / "done"
-    if not done.exists():
+    if not done.exists() or not done.read_text():
         work.mkdir(parents=True, exist_ok=True)
+        before = set((work / "runs").glob("*"))
         command = [sys.executable, str(ROOT / f"{name}.py"), "--env-id", env_id]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with (work / "output.txt").open("w") as output:
-            subprocess.run(
+            code = subprocess.run(
                 [*command, "--seed", str(seed), *flags],
                 cwd=work,
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                check=True,
+                check=False,
+            ).returncode
+        if code:
+            raise RuntimeError(
+                f"{shlex.join(command)} ended with exit code {code}, expected 0: "
+                f"see {work / 'output.txt'}, then start this again"
             )
-        done.touch()
-    return max((work / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+        # Folders of a run that was stopped do not count.
+        new = sorted(x.name for x in set((work / "runs").glob("*")) - before)
+        done.write_text("\n".join(new))
+    return sorted((work / "runs" / name for name in done.read_text().split("\n")), key=seed_of)
 
 
-def curve(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Environment steps, and the mean of the last 100 returns at each of them."""
+def seed_of(folder: Path) -> int:
+    """The seed in the name of a run: {environment}__{script}__{seed}__{time}."""
+    parts = folder.name.rsplit("__", 2)
+    if len(parts) < 3 or not parts[1].isdigit():
+        raise ValueError(f"expected a folder ENVIRONMENT__SCRIPT__SEED__TIME, got {folder.name}")
+    return int(parts[1])
+
+
+def scalars(folder: Path, tag: str) -> list[Any]:
+    """The points of that tag, each with step, value and wall_time; none if it was never logged."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    points = events.Scalars("charts/episodic_return")
+    return events.Scalars(tag) if tag in events.Tags()["scalars"] else []
+
+
+def curve(folder: Path) -> Curve:
+    """What charts/episodic_return and charts/episodic_length of a run say."""
+    points = scalars(folder, "charts/episodic_return")
+    if not points:
+        raise ValueError(f"{folder}: no point of charts/episodic_return: train for longer")
     steps, values = np.array([(p.step, p.value) for p in points]).T
+    lengths = np.array([p.value for p in scalars(folder, "charts/episodic_length")])
+    return last_means(steps, values, lengths if len(lengths) == len(steps) else None)
+
+
+def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray | None) -> Curve:
+    """At each point the mean of the fewest points before it that hold 100 episodes.
+
+    A point is an episode, or the mean of those that ended in a rollout, which of 64 environments
+    are many. So many hold as many episodes as their steps are mean lengths, with the step that
+    resets; each holds at least one, and one if lengths were not logged.
+    """
+    ends = np.arange(1, len(steps) + 1)
+    first, complete = np.maximum(ends - EPISODES, 0), ends >= EPISODES
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    first = np.maximum(np.arange(1, len(sums)) - 100, 0)
-    return steps, (sums[1:] - sums[first]) / (np.arange(1, len(sums)) - first)
+    if lengths is not None:
+        starts = np.concatenate([[0.0], steps])
+        total = np.concatenate([[0.0], np.cumsum(lengths + 1)])
+        for count in range(EPISODES, 0, -1):  # the fewest points last
+            j = np.maximum(ends - count, 0)
+            mean = (total[ends] - total[j]) / (ends - j)
+            enough = (starts[ends] - starts[j]) / mean >= EPISODES - 1e-6
+            first, complete = np.where(enough, j, first), complete | enough
+    return Curve(steps, (sums[1:] - sums[first]) / (ends - first), complete)
 
 
-def reached(steps: np.ndarray, means: np.ndarray, threshold: float) -> float:
-    """The step when a full 100 points first had that mean; infinity if they never had."""
-    hits = np.flatnonzero(means[99:] >= threshold)
-    return float(steps[99 + hits[0]]) if len(hits) else float("inf")
+def reached(curve: Curve, threshold: float) -> float:
+    """The step when 100 episodes first had that mean; infinity if they never had."""
+    hits = np.flatnonzero(curve.complete & (curve.means >= threshold))
+    return float(curve.steps[hits[0]]) if len(hits) else float("inf")
+
+
+def interquartile_mean(scores: np.ndarray) -> np.ndarray:
+    """Mean along the last axis without its lowest and highest quarter, each rounded down."""
+    cut = scores.shape[-1] // 4
+    ordered = np.sort(scores, axis=-1)
+    return ordered[..., cut : scores.shape[-1] - cut].mean(-1)
+
+
+def bootstrap(
+    scores: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = interquartile_mean
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ends of the 95% interval of a statistic over the last axis, which are the seeds.
+
+    All other axes keep the seeds that were drawn together, as points of one curve must.
+    """
+    seeds = scores.shape[-1]
+    draws = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
+    resampled = np.stack([statistic(scores[..., draw]) for draw in draws])
+    low, high = np.percentile(resampled, [2.5, 97.5], axis=0)
+    return low, high
+
+
+def on_grid(curves: list[Curve], points: int = 150) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [P] that all seeds reached, and the last mean return of each seed there [P, seeds].
+
+    Where a seed has no return yet there is NaN.
+    """
+    grid = np.linspace(0, min(c.steps[-1] for c in curves), points)
+    columns = []
+    for steps, means, _ in curves:
+        last = np.searchsorted(steps, grid, side="right") - 1
+        columns.append(np.where(last >= 0, means[np.maximum(last, 0)], np.nan))
+    return grid, np.stack(columns, axis=-1)
+
+
+def plot(env_id: str, curves: dict[str, list[Curve]], path: Path) -> None:
+    """Learning curves of all scripts: mean over seeds, and its 95% bootstrap interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # Told apart without colour by line, marker and hatch, and by how dark they are.
+    looks = list(
+        zip(
+            ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3))),
+            ("o", "s", "^", "D", "v", "x"),
+            ("", "///", "\\\\\\", "...", "xxx", "|||"),
+            ("#000000", "#b2421f", "#1f77b4", "#8a8a00", "#7a3f9d", "#2a8f5b"),
+            strict=True,
+        )
+    )
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), dpi=90, layout="constrained")
+    for i, (script, seeds) in enumerate(curves.items()):
+        line, marker, hatch, colour = looks[i % len(looks)]
+        steps, scores = on_grid(seeds)
+        has_all = ~np.isnan(scores).any(-1)
+        steps, scores = steps[has_all], scores[has_all]
+        label = f"{script}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+        axes.plot(
+            steps,
+            scores.mean(-1),
+            linestyle=line,
+            marker=marker,
+            markevery=(5 * i, 30),
+            markersize=4,
+            color=colour,
+            linewidth=1.4,
+            label=label,
+        )
+        low, high = bootstrap(scores, lambda x: x.mean(-1))
+        axes.fill_between(steps, low, high, alpha=0.18, color=colour, hatch=hatch, linewidth=0)
+    if env_id in THRESHOLDS:
+        axes.axhline(THRESHOLDS[env_id], color="0.5", linewidth=0.7)
+    axes.set(
+        title=env_id, xlabel="environment steps", ylabel="return, mean of the last 100 episodes"
+    )
+    axes.ticklabel_format(axis="x", style="sci", scilimits=(3, 3))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="best")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a version and a date in it the same data give the same file.
+    figure.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    pyplot.close(figure)
+
+
+def summary(env_id: str, script: str, curves: list[Curve]) -> dict[str, Any]:
+    """What the table says of one script in one environment."""
+    ends = np.array([c.means[-1] for c in curves])
+    threshold = THRESHOLDS.get(env_id)
+    limit = float("inf") if threshold is None else threshold
+    times = [reached(c, limit) for c in curves]
+    low, high = bootstrap(ends)
+    algorithm = "ppo" if script.startswith("ppo") else "dqn"
+    return {
+        "environment": env_id,
+        "script": script,
+        "returns": ends.tolist(),
+        "mean": float(ends.mean()),
+        "standard_deviation": float(ends.std(ddof=1)) if len(ends) > 1 else float("nan"),
+        "interquartile_mean": float(interquartile_mean(ends)),
+        "interval": [float(low), float(high)],
+        "threshold": threshold,
+        "steps_to_threshold": times,
+        "median_steps_to_threshold": statistics.median(times),
+        "published": PUBLISHED.get((env_id, algorithm), {}),
+    }
+
+
+HEADS = [
+    *("environment", "script", "mean of the last 100, by seed", "mean ± std"),
+    *("interquartile mean (95% interval)", "threshold"),
+    *("steps to it, in thousands, by seed", "median", *SOURCES),
+]
+
+
+def row(s: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+
+    def thousands(steps: float) -> str:
+        return f"{steps / 1000:.0f}" if steps < float("inf") else "never"
+
+    low, high = s["interval"]
+    return [
+        s["environment"],
+        s["script"],
+        ", ".join(f"{x:.1f}" for x in s["returns"]),
+        f"{s['mean']:.1f}" + (f" ± {s['standard_deviation']:.1f}" if len(s["returns"]) > 1 else ""),
+        f"{s['interquartile_mean']:.1f} ({low:.1f} to {high:.1f})",
+        "" if s["threshold"] is None else f"{s['threshold']:g}",
+        "" if s["threshold"] is None else ", ".join(map(thousands, s["steps_to_threshold"])),
+        "" if s["threshold"] is None else thousands(s["median_steps_to_threshold"]),
+        *(s["published"].get(source, "") for source in SOURCES),
+    ]
 
 
 def main() -> None:
-    """Runs, reads and prints."""
+    """Runs, reads, prints and writes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--scripts", nargs="+", default=["dqn_jax", "per_dqn_jax"])
     parser.add_argument("--env-ids", nargs="+", default=["CartPole-v1", "Acrobot-v1"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "returns")
+    parser.add_argument("--plots", type=Path, default=ROOT / "benchmarks" / "plots")
+    parser.add_argument(
+        "--num-seeds-flag", action="store_true", help="all seeds in one process, by --num-seeds"
+    )
     parser.add_argument("flags", nargs="*", help="flags of the scripts, after --")
     args = parser.parse_args()
-    tasks = list(product(args.env_ids, args.scripts, range(1, args.seeds + 1)))
+    if args.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {args.seeds}")
+    flags, seeds = args.flags, range(1, args.seeds + 1)
+    if args.num_seeds_flag:
+        flags, seeds = [*flags, "--num-seeds", str(args.seeds)], range(1, 2)
+    tasks = list(product(args.env_ids, args.scripts))
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = {
-            task: pool.submit(run, task[1], task[0], task[2], args.flags, args.folder)
+            task: [pool.submit(run, task[1], task[0], s, flags, args.folder) for s in seeds]
             for task in tasks
         }
-    print(
-        "| environment | script | mean of the last 100, by seed | mean | threshold | "
-        "steps to it, in thousands, by seed | median |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for env_id, script in product(args.env_ids, args.scripts):
-        curves = [curve(runs[env_id, script, s].result()) for s in range(1, args.seeds + 1)]
-        ends = [means[-1] for _, means in curves]
-        threshold = THRESHOLDS.get(env_id, float("inf"))
-        times = [reached(*c, threshold) / 1000 for c in curves]
-        print(
-            f"| {env_id} | {script} | {', '.join(f'{x:.1f}' for x in ends)} "
-            f"| {np.mean(ends):.1f} | {threshold:g} | {', '.join(f'{x:.0f}' for x in times)} "
-            f"| {statistics.median(times):.0f} |"
-        )
+    curves: dict[tuple[str, str], list[Curve]] = {}
+    for task in tasks:
+        folders = [folder for done in runs[task] for folder in done.result()]
+        if len(folders) != args.seeds:
+            raise RuntimeError(
+                f"{task}: expected a folder for each of {args.seeds} seeds, got {len(folders)}: "
+                f"remove the runs of it under {args.folder} and start this again"
+            )
+        curves[task] = [curve(folder) for folder in folders]
+    summaries = [summary(*task, curves[task]) for task in tasks]
+    text, about = header(["jax", "flax", "optax", "gymnasium", "numpy"])
+    lines = [table(HEADS, map(row, summaries)), ""]
+    lines += [f"{name}: {source}." for name, source in SOURCES.items()]
+    note = f"Flags of all runs: {shlex.join(flags)}. " if flags else ""
+    text = "\n".join([*lines, "", note + text.replace("\n", "; ").strip("; ") + "."])
+    print(text)
+    args.plots.mkdir(parents=True, exist_ok=True)
+    (args.plots / "returns.md").write_text(text + "\n")
+    write_json(args.plots / "returns.json", about | {"flags": flags, "results": summaries})
+    for env_id in args.env_ids:
+        chosen = {script: curves[env_id, script] for script in args.scripts}
+        try:
+            plot(env_id, chosen, args.plots / f"{env_id.replace('/', '-')}.png")
+        except ModuleNotFoundError as error:
+            print(f"no plots: {error}: pip install -e '.[bench]'", file=sys.stderr)
 
 
 if __name__ == "__main__":

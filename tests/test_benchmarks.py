@@ -1,0 +1,217 @@
+"""The benchmarks: what they make of numbers, against numbers worked out by hand."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX import SummaryWriter
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import machine
+import replay_buffers
+import returns
+import training
+
+ITEM = {"action": jnp.int32(1), "observation": jnp.ones(2)}
+
+
+def write_run(folder, returns_at, speeds_at=(), wall=0.0):
+    """A run as the scripts log it: (step, return, length) and (step, SPS, seconds)."""
+    writer = SummaryWriter(str(folder))
+    for step, value, length in returns_at:
+        writer.add_scalar("charts/episodic_return", value, step, walltime=wall + step / 10)
+        writer.add_scalar("charts/episodic_length", length, step, walltime=wall + step / 10)
+    for step, value, seconds in speeds_at:
+        writer.add_scalar("charts/SPS", value, step, walltime=wall + seconds)
+    writer.close()
+
+
+def test_the_interquartile_mean_leaves_out_a_quarter_at_each_end():
+    assert returns.interquartile_mean(np.array([9.0, 1.0, 2.0, 3.0])) == 2.5
+    assert returns.interquartile_mean(np.array([100.0, 1.0, 2.0, 3.0, -50.0])) == 2.0
+    assert returns.interquartile_mean(np.array([1.0, 3.0])) == 2.0
+    by_row = returns.interquartile_mean(np.array([[4.0, 0.0, 2.0, 1.0], [0.0, 8.0, 8.0, 8.0]]))
+    np.testing.assert_array_equal(by_row, [1.5, 8.0])
+
+
+def test_the_interval_is_that_of_all_resamples():
+    # Of two seeds a resample has the mean 0, 5 or 10, with probabilities 1/4, 1/2, 1/4.
+    low, high = returns.bootstrap(np.array([0.0, 10.0]), lambda x: x.mean(-1))
+    assert (low, high) == (0.0, 10.0)
+    low, high = returns.bootstrap(np.array([7.0, 7.0, 7.0]))
+    assert (low, high) == (7.0, 7.0)
+    scores = np.random.default_rng(1).normal(size=400)
+    low, high = returns.bootstrap(scores, lambda x: x.mean(-1))
+    assert high - low == pytest.approx(2 * 1.96 * scores.std() / 20, rel=0.1)
+    assert (low, high) == returns.bootstrap(scores, lambda x: x.mean(-1))
+
+
+def test_a_mean_is_of_the_last_hundred_points_where_each_is_an_episode():
+    lengths = np.full(150, 9.0)
+    steps = np.cumsum(lengths + 1)  # with the step that resets
+    values = np.arange(150.0)
+    curve = returns.last_means(steps, values, lengths)
+    assert curve.means[0] == 0
+    assert curve.means[98] == 49.0
+    assert curve.means[149] == np.arange(50, 150).mean()
+    np.testing.assert_array_equal(np.flatnonzero(curve.complete), np.arange(99, 150))
+    without_lengths = returns.last_means(steps, values, None)
+    np.testing.assert_array_equal(without_lengths.means, curve.means)
+
+
+def test_a_mean_is_of_fewer_points_where_each_is_many_episodes():
+    # 50 episodes of 9 steps in each rollout of 500 steps: two points hold a hundred.
+    steps = np.array([500.0, 1000.0, 1500.0])
+    curve = returns.last_means(steps, np.array([10.0, 20.0, 40.0]), np.full(3, 9.0))
+    np.testing.assert_array_equal(curve.means, [10.0, 15.0, 30.0])
+    np.testing.assert_array_equal(curve.complete, [False, True, True])
+    assert returns.reached(curve, 15.0) == 1000
+    assert returns.reached(curve, 10.0) == 1000  # one point is not a hundred episodes
+    assert returns.reached(curve, 31.0) == float("inf")
+
+
+def test_a_curve_on_a_grid_is_the_last_value_of_each_seed():
+    one = returns.Curve(np.array([10.0, 20.0]), np.array([1.0, 2.0]), np.array([True, True]))
+    two = returns.Curve(np.array([0.0, 40.0]), np.array([5.0, 6.0]), np.array([True, True]))
+    grid, scores = returns.on_grid([one, two], points=3)
+    np.testing.assert_array_equal(grid, [0, 10, 20])
+    np.testing.assert_array_equal(scores, [[np.nan, 5], [1, 5], [2, 5]])
+
+
+def test_the_seed_is_read_from_the_name_of_a_run():
+    assert returns.seed_of(Path("runs/phys2d-CartPole-v1__a__b__12__1700000000_")) == 12
+    with pytest.raises(ValueError, match="SEED__TIME, got run"):
+        returns.seed_of(Path("runs/run"))
+
+
+def test_runs_of_many_seeds_are_taken_in_their_order(tmp_path, monkeypatch):
+    started = []
+
+    def pretend(command, cwd, **_):
+        started.append(command[1:])
+        for seed in (2, 1, 10):
+            (Path(cwd) / "runs" / f"E-v1__dqn_jax__{seed}__17").mkdir(parents=True)
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(returns.subprocess, "run", pretend)
+    for _ in range(2):  # the second time nothing is run
+        folders = returns.run("dqn_jax --tau 1", "E-v1", 1, ["--num-seeds", "3"], tmp_path)
+        assert [returns.seed_of(folder) for folder in folders] == [1, 2, 10]
+    assert len(started) == 1
+    assert started[0][1:] == ["--env-id", "E-v1", "--seed", "1", "--tau", "1", "--num-seeds", "3"]
+
+
+def test_a_run_that_fails_says_where_to_look(tmp_path, monkeypatch):
+    failed = type("Done", (), {"returncode": 2})
+    monkeypatch.setattr(returns.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match=r"exit code 2, expected 0: see .*output\.txt"):
+        returns.run("dqn_jax", "E-v1", 1, [], tmp_path)
+
+
+def test_a_line_of_returns(tmp_path):
+    write_run(tmp_path, [(501 * (i + 1), 480.0, 500.0) for i in range(120)])
+    curve = returns.curve(tmp_path)
+    summary = returns.summary("CartPole-v1", "ppo_jax", [curve, curve])
+    cells = dict(zip(returns.HEADS, returns.row(summary), strict=True))
+    assert cells["mean ± std"] == "480.0 ± 0.0"
+    assert cells["interquartile mean (95% interval)"] == "480.0 (480.0 to 480.0)"
+    assert cells["median"] == "50"
+    assert cells["CleanRL"] == "490.04 ± 6.12"
+
+
+def test_speed_and_time_to_threshold_of_a_run(tmp_path):
+    # 100 steps/s in the first half, 400 in the second; each point of returns is 10 episodes.
+    speeds = [(1000, 100, 10.0), (2000, 100, 20.0), (3000, 133, 22.5), (4000, 160, 25.0)]
+    episodes = [(90 * (i + 1), 10.0 if i < 20 else 500.0, 8.0) for i in range(40)]
+    write_run(tmp_path, episodes, speeds, wall=1000.0)
+    one = training.read([tmp_path], start=990.0, threshold=475.0)
+    assert one.whole == 160
+    assert one.second_half == pytest.approx(400)
+    # The points 20 to 29 are the first ten of 500.
+    assert one.steps_to_threshold == 2700
+    assert one.seconds_to_threshold == pytest.approx(10 + 270)
+    assert one.final_return == 500
+    two = training.read([tmp_path, tmp_path], start=990.0, threshold=501.0)
+    assert two.second_half == pytest.approx(800)
+    assert two.steps_to_threshold == float("inf")
+
+
+def test_a_run_without_a_second_half_says_so():
+    with pytest.raises(ValueError, match="got 1 in all: train for longer"):
+        training.speed(np.array([1000.0]), np.array([1.0]))
+
+
+def test_what_a_configuration_is_told():
+    command = "ppo_jax.py --num-envs=64 --env-id A"
+    assert training.num_envs_of(command) == 64
+    assert training.num_envs_of("ppo_jax.py") == 4
+    assert training.num_envs_of("per_dqn_jax.py") == 1
+    assert training.flag(command, "--env-id", "B") == "A"
+    base = training.beside(training.Configuration("x", command), training.CONFIGURATIONS)
+    assert base.name == "Stable-Baselines3 PPO, 4 environments"
+    assert len({c.name for c in training.CONFIGURATIONS}) == len(training.CONFIGURATIONS)
+
+
+def test_a_line_of_training():
+    own = [
+        training.Outcome(200.0, 300.0, 50_000.0, 20.0, 500.0),
+        training.Outcome(220.0, 330.0, float("inf"), float("inf"), 480.0),
+        training.Outcome(240.0, 360.0, 60_000.0, 30.0, 490.0),
+    ]
+    base = [training.Outcome(100.0, 100.0, 1.0, 1.0, 1.0)] * 3
+    cells = training.row("x", own, base, [1000.0] * 3)
+    assert cells == [
+        "x",
+        "220 (200 to 240)",
+        "2.20 (2.00 to 2.40)",
+        "330 (300 to 360)",
+        "3.30 (3.00 to 3.60)",
+        "33.0%",
+        "60 (50 to never)",
+        "30.0 (20.0 to never)",
+        "490.0 (480.0 to 500.0)",
+    ]
+
+
+def test_ratios_are_repetition_by_repetition():
+    times = {"ours": [1.0, 2.0, 4.0], "naive_jax": [2.0, 2.0, 12.0]}
+    cells = replay_buffers.cells(times, ["naive_jax", "dejax", "cpprb"], {"cpprb"})
+    assert cells == [
+        *("2.00 (1.00 to 4.00)", "2.00", "2.00 (1.00 to 3.00)"),
+        *("", "", "not installed", ""),
+    ]
+    assert replay_buffers.calls_a_repetition(10.0, 500) == 500
+    assert replay_buffers.calls_a_repetition(1_000.0, 500) == 50
+    assert replay_buffers.calls_a_repetition(1e6, 500) == 2
+
+
+def test_naive_buffers_hold_what_is_added():
+    def drawn(library, operation):
+        own = library("circular", ITEM, 320)
+        indices = np.arange(replay_buffers.BATCH) % 160
+        state = own.state
+        for _ in range(2):  # 160 are held, of which the last 160 that were added are left
+            state, _ = own.calls["add 128, pop 128"](state, None, None, None)
+        return own.calls[operation](state, None, indices, None)[1]["action"][:8]
+
+    # The first 32 of them are rows 96 to 127 of the first of the two times.
+    expected = (np.arange(8) + 96) % 8
+    np.testing.assert_array_equal(drawn(replay_buffers.naive_numpy, "get 256"), expected)
+    np.testing.assert_array_equal(drawn(replay_buffers.naive_jax, "get 256"), expected)
+
+
+def test_all_libraries_draw_from_items_of_all_clusters():
+    clusters = jax.vmap(replay_buffers.cluster_of)(replay_buffers.several(ITEM, 12))
+    np.testing.assert_array_equal(clusters, np.arange(12) % 8)
+
+
+def test_json_has_no_infinity(tmp_path):
+    machine.write_json(tmp_path / "a" / "b.json", {"x": [float("inf"), 1.5], "y": float("nan")})
+    assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"x": [None, 1.5], "y": None}
+    assert machine.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert machine.versions(["no-such-package"]) == {"no-such-package": "not installed"}
