@@ -43,6 +43,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import TransformAction
 from jax.flatten_util import ravel_pytree
 from tensorboardX import SummaryWriter
+from tensorboardX.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 import buffers
@@ -225,18 +226,20 @@ class NatureCNN(nn.Module):
         return nn.relu(nn.Dense(512)(x.reshape(x.shape[0], -1)))
 
 
-def flatten_network(network: nn.Module, observation: Any) -> tuple[Callable, Callable]:
-    """`init(key)`, parameters [P], and `apply(params, observations)`, for ones like this.
+def flatten_network(network: nn.Module, observation: Any) -> tuple[Callable, Callable, Callable]:
+    """Parameters as one vector [P]: passing an array to a program costs as much as a layer.
 
-    In one vector: passing an array to a compiled function costs as much as a layer.
+    Returns:
+      `init(key)`, which gives them for observations like this one; `unravel(params)`, which makes
+      them what the network takes, best outside of loops; `apply(params, observations)`.
     """
     shapes = jax.eval_shape(network.init, jax.random.PRNGKey(0), observation[None])
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    unravel = ravel_pytree(zeros)[1]
-    return (
-        lambda key: ravel_pytree(network.init(key, observation[None]))[0],
-        lambda params, x: network.apply(unravel(params), x),
-    )
+    unravel = ravel_pytree(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))[1]
+
+    def init(key: jax.Array) -> jax.Array:
+        return ravel_pytree(network.init(key, observation[None]))[0]
+
+    return init, unravel, lambda params, x: network.apply(unravel(params), x)
 
 
 # === end shared ===
@@ -463,10 +466,6 @@ def loss_fn(params: Any, batch: Batch, apply: Callable, args: Args) -> tuple[jax
     one's part of each: their sum is that of all rows.
     """
     rows = over_devices(jax.lax.psum, batch.mask.sum(), args)
-
-    def mean(x: jax.Array) -> jax.Array:
-        return masked_sum(x, batch.mask) / jnp.maximum(rows, 1)
-
     output, value = apply(params, batch.observation)
     log_prob, entropy = evaluate(output, batch.action)
     advantage, low, high = batch.advantage, 1 - args.clip_coef, 1 + args.clip_coef
@@ -482,14 +481,16 @@ def loss_fn(params: Any, batch: Batch, apply: Callable, args: Args) -> tuple[jax
     if args.clip_vloss:
         step = jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
         error = jnp.maximum(error, (batch.value + step - target) ** 2)
-    losses = Losses(
-        value_loss=0.5 * mean(error),
-        policy_loss=-mean(surrogate),
-        entropy=mean(entropy),
-        old_approx_kl=-mean(log_ratio),
-        approx_kl=mean(ratio - 1 - log_ratio),
-        clipfrac=mean(jnp.abs(ratio - 1) > args.clip_coef),
+    parts = Losses(
+        value_loss=0.5 * error,
+        policy_loss=-surrogate,
+        entropy=entropy,
+        old_approx_kl=-log_ratio,
+        approx_kl=ratio - 1 - log_ratio,
+        clipfrac=(jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
     )
+    # One sum of them all: many small ones would cost as much as the gradient.
+    losses = Losses(*jnp.where(batch.mask, jnp.stack(parts), 0).sum(axis=1) / jnp.maximum(rows, 1))
     value_loss, entropy_loss = args.vf_coef * losses.value_loss, args.ent_coef * losses.entropy
     return losses.policy_loss - entropy_loss + value_loss, losses
 
@@ -525,11 +526,11 @@ def train_step(
     log_prob = log_prob.reshape(mask.shape)
     rows = flat(Batch(observation[:steps], rollout.action, log_prob, value, advantage, mask))
 
-    def update(carry: tuple, index: jax.Array) -> tuple[tuple, Losses]:
+    def update(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
         params, opt_state = carry
         batch = jax.tree.map(lambda x: x[index], rows)
-        both = jax.grad(loss_fn, has_aux=True)(params, batch, apply, args)
-        grads, losses = over_devices(jax.lax.psum, both, args)
+        grads, losses = jax.grad(loss_fn, has_aux=True)(params, batch, apply, args)
+        grads, losses = over_devices(jax.lax.psum, (grads, jnp.stack(losses)), args)
         updates, opt_state = optimizer.update(grads, opt_state)
         return (params - learning_rate * updates, opt_state), losses
 
@@ -537,14 +538,14 @@ def train_step(
         def learn(carry: tuple) -> tuple:
             minibatches = order.reshape(args.num_minibatches, -1)
             learned, losses = jax.lax.scan(update, carry[:2], minibatches)
-            return *learned, jax.tree.map(jnp.mean, losses)
+            return *learned, losses.mean(axis=0)
 
         if args.target_kl is None:
             return learn(carry), None
-        stop = carry[2].approx_kl > args.target_kl
+        stop = Losses(*carry[2]).approx_kl > args.target_kl
         return jax.lax.cond(stop, lambda carry: carry, learn, carry), None
 
-    start = (agent.params, agent.opt_state, Losses(*jnp.zeros(len(Losses._fields))))
+    start = (agent.params, agent.opt_state, jnp.zeros(len(Losses._fields)))
     (params, opt_state, losses), _ = jax.lax.scan(epoch, start, orders)
     agent = agent._replace(params=params, opt_state=opt_state)
     if agent.observations is not None:  # not before: actions were taken with the old ones
@@ -553,7 +554,7 @@ def train_step(
     total = masked_variance(rows.advantage + rows.value, rows.mask, args)
     rest = masked_variance(rows.advantage, rows.mask, args)
     explained = jnp.where(total > 0, 1 - rest / total, 0.0)
-    metrics = {f"losses/{name}": loss for name, loss in losses._asdict().items()}
+    metrics = {f"losses/{name}": loss for name, loss in Losses(*losses)._asdict().items()}
     return agent, metrics | {"losses/explained_variance": explained}
 
 
@@ -665,47 +666,61 @@ def reset_functional(functional: Functional, key: jax.Array) -> EnvState:
 
 
 def step_functional(
-    functional: Functional, state: EnvState, action: Any, keys: jax.Array
+    functional: Functional, state: EnvState, action: Any, keys: jax.Array, start: Any
 ) -> tuple[EnvState, tuple[jax.Array, jax.Array, jax.Array]]:
-    """A step of a functional environment in NEXT_STEP mode: reward, terminated, truncated."""
+    """A step of a functional environment in NEXT_STEP mode: reward, terminated, truncated.
+
+    `start` is the environment's state if this step has to reset.
+    """
     env, (key, observation_key) = functional.env, keys
     goes_on, after = ~state.resetting, env.transition(state.inner, action, key)
     reward = jnp.reshape(env.reward(state.inner, action, after, key), ()).astype(jnp.float32)
     reward = jnp.where(goes_on, reward, 0.0)
-    episode_return = jnp.where(goes_on, state.episode_return + reward, 0.0)
-    length = jnp.where(goes_on, state.episode_length + 1, 0)
     terminated = goes_on & jnp.reshape(env.terminal(after, key), ()).astype(bool)
+    length = state.episode_length + goes_on
     truncated = length >= functional.time_limit if functional.time_limit else jnp.bool_(False)
+    done = terminated | truncated
+    sums = jnp.where(done, 0.0, state.episode_return + reward), jnp.where(done, 0, length)
     inner = jax.tree.map(
         lambda start, x, old: jnp.where(goes_on, x, start).astype(old.dtype),
-        env.initial(key),
+        start,
         after,
         state.inner,
     )
     observation = env.observation(inner, observation_key).astype(state.observation.dtype)
-    after = EnvState(observation, terminated | truncated, episode_return, length, inner)
-    return after, (reward, terminated, truncated)
+    return EnvState(observation, done, *sums, inner), (reward, terminated, truncated)
 
 
 def collect_functional(
     functional: Functional, state: EnvState, act: Callable, num_steps: int, key: jax.Array
 ) -> tuple[EnvState, Transition, jax.Array, Episodes]:
     """What `collect` does, inside a compiled program, of a functional environment."""
-    keys = jax.random.split(key, (num_steps, len(state.resetting), 2))
+    keys = jax.random.split(key, (num_steps, len(state.resetting), 3))
+    # To draw all starts at once takes a tenth of the time, and memory for a state of each step.
+    size = num_steps * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.inner))
+    initial = jax.vmap(functional.env.initial)
+    starts = jax.vmap(initial)(keys[:, :, 2]) if size < 2**26 else None
 
     def step(state: EnvState, x: tuple) -> tuple[EnvState, tuple]:
-        action = act(x[0], state.observation)
+        t, keys, start = x
+        action = act(t, state.observation)
+        start = initial(keys[:, 2]) if start is None else start
         after, (reward, terminated, truncated) = jax.vmap(partial(step_functional, functional))(
-            state, functional.to_env(action), x[1]
+            state, functional.to_env(action), keys[:, :2], start
         )
         row = Transition(state.observation, action, reward, None, terminated, truncated)
-        return after, (row, ~state.resetting, after.episode_return, after.episode_length)
+        return after, (row, ~state.resetting)
 
-    state, (rollout, mask, *ends) = jax.lax.scan(step, state, (jnp.arange(num_steps), keys))
-    following = jnp.concatenate([rollout.observation[1:], state.observation[None]])
-    over = rollout.terminated | rollout.truncated
-    episodes = Episodes(over.sum(), *(jnp.sum(x, where=over) for x in ends))
-    return state, rollout._replace(next_observation=following), mask, episodes
+    every = (jnp.arange(num_steps), keys, starts)
+    after, (rollout, mask) = jax.lax.scan(step, state, every)
+    following = jnp.concatenate([rollout.observation[1:], after.observation[None]])
+    # What has ended is all that came in, less what goes on.
+    episodes = Episodes(
+        jnp.sum(rollout.terminated | rollout.truncated),
+        state.episode_return.sum() + rollout.reward.sum() - after.episode_return.sum(),
+        state.episode_length.sum() + mask.sum() - after.episode_length.sum(),
+    )
+    return after, rollout._replace(next_observation=following), mask, episodes
 
 
 # === end shared ===
@@ -753,17 +768,21 @@ def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dic
     Of the episodes that ended in them the mean, at once. The metrics when log_interval is crossed:
     to read them is to wait for the device. Raises KeyboardInterrupt if asked to stop.
     """
+    values: dict[str, float] = {}
     if episodes:
         returns, lengths = zip(*episodes, strict=True)
         run.returns.extend(returns)
-        run.writer.add_scalar("charts/episodic_return", np.mean(returns), step)
-        run.writer.add_scalar("charts/episodic_length", np.mean(lengths), step)
+        values["charts/episodic_return"] = sum(returns) / len(returns)
+        values["charts/episodic_length"] = sum(lengths) / len(lengths)
     if step // args.log_interval > (step - steps) // args.log_interval:
-        for name, value in jax.device_get(metrics).items():
-            run.writer.add_scalar(name, float(value), step)
-        run.writer.add_scalar("charts/SPS", int(step / (time.time() - run.start_time)), step)
+        values |= jax.device_get(metrics)
+        values["charts/SPS"] = int(step / (time.time() - run.start_time))
         if run.returns:
-            run.progress.set_postfix_str(f"return {np.mean(run.returns):.1f}", refresh=False)
+            mean = sum(run.returns) / len(run.returns)
+            run.progress.set_postfix_str(f"return {mean:.1f}", refresh=False)
+    if values:  # one event: add_scalar takes ten times as long
+        points = [Summary.Value(tag=tag, simple_value=float(x)) for tag, x in values.items()]
+        run.writer.file_writer.add_summary(Summary(value=points), step)
     run.progress.update(steps)
     if run.interrupts:
         raise KeyboardInterrupt
@@ -982,7 +1001,8 @@ def train(args: Args) -> Result:
 
     n, size = args.num_envs // shards(args), args.num_envs * args.num_steps
     noise_shape = (args.num_steps, n, num_actions)
-    init_params, apply = flatten_network(ActorCritic(num_actions, box), example.observation)
+    network = ActorCritic(num_actions, box)
+    init_params, unravel, apply = flatten_network(network, example.observation)
     queue = buffers.circular_buffer(args.num_steps)
     clip_norm = optax.clip_by_global_norm(args.max_grad_norm)
     # Without the learning rate, which `train_step` is given each time.
@@ -1004,9 +1024,6 @@ def train(args: Args) -> Result:
             discounted_return=jnp.zeros(n),
         )
 
-    def policy(params: Any, moments: Moments | None, observation: Any) -> jax.Array:
-        return apply(params, normalize(observation, moments))[0]
-
     def schedule(step: int) -> dict[str, float]:
         left = 1 - step / size / math.ceil(args.total_timesteps / size)
         return {"charts/learning_rate": args.learning_rate * (left if args.anneal_lr else 1)}
@@ -1016,9 +1033,11 @@ def train(args: Args) -> Result:
     ) -> tuple[Agent, EnvState, Episodes, dict]:
         env_key, noise_key, order_key = jax.random.split(key, 3)
         noise = (jax.random.normal if box else jax.random.gumbel)(noise_key, noise_shape)
+        params = unravel(agent.params)
 
         def act(t: jax.Array, observation: jax.Array) -> jax.Array:
-            return sample(noise[t], policy(agent.params, agent.observations, observation))
+            output: Any = network.apply(params, normalize(observation, agent.observations))
+            return sample(noise[t], output[0])
 
         collected = collect_functional(functional_env, env_state, act, args.num_steps, env_key)
         env_state, rollout, mask, episodes = collected
@@ -1028,10 +1047,11 @@ def train(args: Args) -> Result:
 
     def ordinary(envs: VectorEnv) -> Generator:
         """Steps the environments from Python; for `run_training`."""
-        jitted, update = jax.jit(policy), jax.jit(learn, donate_argnums=0)
+        policy = jax.jit(lambda params, moments, x: apply(params, normalize(x, moments))[0])
+        update = jax.jit(learn, donate_argnums=0)
 
         def act(agent: Agent, noise: np.ndarray, t: int, observation: Any) -> np.ndarray:
-            output = jitted(agent.params, agent.observations, observation)
+            output = policy(agent.params, agent.observations, observation)
             return sample(noise[t], np.asarray(output))
 
         agent = init(jax.random.PRNGKey(args.seed), jax.random.PRNGKey(0))

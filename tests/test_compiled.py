@@ -79,6 +79,7 @@ def test_collected_is_what_the_ordinary_loop_collects():
             np.testing.assert_array_equal(x, y, err_msg=name)
         returns, lengths = zip(*episodes, strict=True)
         assert [int(x) for x in sums] == [len(episodes), sum(returns), sum(lengths)]
+        np.testing.assert_array_equal(compiled.episode_return, state.episode_return)
         np.testing.assert_array_equal(compiled.resetting, state.resetting)
         np.testing.assert_array_equal(compiled.episode_length, state.episode_length)
         truncated, terminated = truncated + got.truncated.sum(), terminated + got.terminated.sum()
@@ -107,7 +108,7 @@ def test_environments_draw_afresh():
 @pytest.mark.parametrize(("module", "flags"), SCRIPTS[:2], ids=IDS[:2])
 def test_q_values_of_a_chain(module, flags, env_id):
     result = module.train(module.Args(**{**flags, "env_id": env_id}))
-    _, q = module.flatten_network(module.QNetwork(2), np.zeros(5, np.float32))
+    *_, q = module.flatten_network(module.QNetwork(2), np.zeros(5, np.float32))
     states = np.arange(4)
     right, left = GAMMA ** (3.0 - states), GAMMA ** (4.0 - np.maximum(states - 1, 0))
     values = q(result.agent.params, np.eye(5, dtype=np.float32)[:4])
@@ -117,7 +118,7 @@ def test_q_values_of_a_chain(module, flags, env_id):
 def test_policy_and_values_of_a_chain():
     args = ppo_jax.Args(**{**PPO, "total_timesteps": 20_000, "ent_coef": 0.0})
     result = ppo_jax.train(args)
-    _, apply = ppo_jax.flatten_network(ppo_jax.ActorCritic(2, False), np.zeros(5, np.float32))
+    *_, apply = ppo_jax.flatten_network(ppo_jax.ActorCritic(2, False), np.zeros(5, np.float32))
     output, values = apply(result.agent.params, np.eye(5, dtype=np.float32)[:4])
     assert (np.diff(output, axis=1) > 3).all()
     np.testing.assert_allclose(values, GAMMA ** (3.0 - np.arange(4)), atol=0.05)
@@ -242,7 +243,7 @@ class AllOfIt(buffers.NamedTuple):
 def test_gradient_step_on_four_devices_is_that_on_one(module):
     """The same batch in four parts, with windows that are no transitions in one of them."""
     rng, rows = np.random.default_rng(0), 32
-    init, q = module.flatten_network(module.QNetwork(3), np.zeros(4, np.float32))
+    init, _, q = module.flatten_network(module.QNetwork(3), np.zeros(4, np.float32))
     params, optimizer = init(jax.random.PRNGKey(0)), optax.adam(1e-2)
 
     def draw(*shape):
@@ -347,7 +348,7 @@ def test_one_agent_on_four_devices_learns_the_chain(module, flags):
     if module is ppo_jax:
         assert np.mean(result.returns) > 0.98
         return
-    _, q = module.flatten_network(module.QNetwork(2), np.zeros(5, np.float32))
+    *_, q = module.flatten_network(module.QNetwork(2), np.zeros(5, np.float32))
     values = q(result.agent.params, np.eye(5, dtype=np.float32)[:4])
     np.testing.assert_allclose(values[:, 1], GAMMA ** (3.0 - np.arange(4)), atol=0.05)
 
@@ -408,7 +409,8 @@ def test_states_of_other_dtypes_and_shapes_than_the_first():
     state = dqn_jax.reset_functional(functional, jax.random.PRNGKey(0))
     action = functional.to_env(jnp.array([1]))[0]
     keys = jax.random.split(jax.random.PRNGKey(1))
-    after, outcome = dqn_jax.step_functional(functional, state, action, keys)
+    start = functional.env.initial(keys[0])
+    after, outcome = dqn_jax.step_functional(functional, state, action, keys, start)
     assert isinstance(after, EnvState)
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (state, after)]
     assert shapes[0] == shapes[1]

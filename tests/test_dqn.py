@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboardX.writer import FileWriter
 
 import buffers
 import dqn_jax
@@ -319,7 +320,7 @@ PROBE = Args(
 
 
 def learned_q(result, observations, num_actions=2):
-    _, q = dqn_jax.flatten_network(dqn_jax.QNetwork(num_actions), observations[0])
+    *_, q = dqn_jax.flatten_network(dqn_jax.QNetwork(num_actions), observations[0])
     return np.asarray(q(result.agent.params, np.asarray(observations)))
 
 
@@ -495,15 +496,15 @@ def test_interrupt_keeps_what_was_logged(tmp_path):
 
 def test_interrupt_waits_for_a_write(monkeypatch):
     """A write that Ctrl-C cuts short can leave the writer's queue locked for good."""
-    write, written = dqn_jax.SummaryWriter.add_scalar, []
+    write, written = FileWriter.add_summary, []
 
-    def add_scalar(self, *args):
+    def add_summary(self, *args):
         if not written:
             signal.raise_signal(signal.SIGINT)
         write(self, *args)
         written.append(args)
 
-    monkeypatch.setattr(dqn_jax.SummaryWriter, "add_scalar", add_scalar)
+    monkeypatch.setattr(FileWriter, "add_summary", add_summary)
     with pytest.raises(KeyboardInterrupt):
         dqn_jax.train(Args(**SHORT))
     assert written

@@ -259,7 +259,7 @@ def make_step(args, discrete=True, same_step=False, optimizer=None):
     queue = buffers.circular_buffer(args.num_steps)
     network = ppo_jax.ActorCritic(2, gaussian=not discrete)
     key = jax.random.PRNGKey(args.seed)
-    init, apply = ppo_jax.flatten_network(network, np.zeros(3, np.float32))
+    init, _, apply = ppo_jax.flatten_network(network, np.zeros(3, np.float32))
     params = init(key)
     params += 0.1 * jax.random.normal(key, params.shape)  # a policy that is not uniform
     optimizer = optimizer or optax.chain(
@@ -467,7 +467,7 @@ def learned(result, observations, num_actions=2, gaussian=False):
     """The actor's output and V(s), of observations [B, ...]."""
     observations = np.asarray(observations)
     network = ppo_jax.ActorCritic(num_actions, gaussian)
-    _, apply = ppo_jax.flatten_network(network, observations[0])
+    *_, apply = ppo_jax.flatten_network(network, observations[0])
     normalized = ppo_jax.normalize(observations, result.agent.observations)
     return jax.tree.map(np.asarray, apply(result.agent.params, normalized))
 
