@@ -788,9 +788,13 @@ def train_compiled(
         state, episodes, metrics = jax.lax.fori_loop(0, count, body, (state, none, metrics))
         return state, over_devices(jax.lax.psum, episodes, args), metrics
 
+    def start_all(seeds: jax.Array, parts: jax.Array) -> Training:
+        # One after the other: XLA hangs in the QR decompositions of 10 orthogonal initialisations
+        # at once (JAX 0.10 on a CPU).
+        return jax.lax.map(lambda x: start(*x), (seeds, parts))
+
     def spread(fn: Callable, *axes: int | None) -> Callable:
-        """`fn` for all agents at once, on all devices."""
-        fn = jax.vmap(fn, in_axes=axes)
+        """`fn` of all agents, on all devices."""
         if args.num_devices == 1:
             return fn
         auto = (jax.sharding.AxisType.Auto,)
@@ -800,15 +804,15 @@ def train_compiled(
         return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
 
     def compiled(learning: bool) -> Callable:
-        fn = spread(partial(advance, learning=learning), 0, None, None)
-        return jax.jit(fn, donate_argnums=0)
+        fn = jax.vmap(partial(advance, learning=learning), in_axes=(0, None, None))
+        return jax.jit(spread(fn, 0, None, None), donate_argnums=0)
 
     calls = {learning: compiled(learning) for learning in (False, True)}
     numbers = np.arange(max(args.num_seeds, parts), dtype=np.uint32)
     seeds, numbers = (
         (numbers + args.seed, 0 * numbers) if parts == 1 else (0 * numbers + args.seed, numbers)
     )
-    state = jax.jit(spread(start, 0, 0))(seeds, numbers)
+    state = jax.jit(spread(start_all, 0, 0))(seeds, numbers)
 
     def call(first: int, count: int) -> tuple:
         nonlocal state
