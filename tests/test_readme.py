@@ -76,6 +76,18 @@ def test_flat_buffer_quickstart_on_two_devices():
     assert (first[0] != first[1]).any()
 
 
+def test_the_functional_environment_of_the_readme_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    (code,) = [block for block in blocks if "FuncEnv" in block]
+    (tmp_path / "readme_chain.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = dict(total_timesteps=20_000, num_envs=8, learning_rate=3e-3)
+    result = ppo_jax.train(ppo_jax.Args(env_id="readme_chain:MyChain-v0", compiled=True, **flags))
+    assert np.mean(result.returns) > 0.99
+    assert result.agent.params.ndim == 1
+
+
 def test_every_flag_is_in_the_readme():
     for module in (dqn_jax, per_dqn_jax, ppo_jax):
         for name in vars(module.Args()):
