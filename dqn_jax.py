@@ -16,12 +16,15 @@ S steps of a rollout, N environments, B batch.
 
 import copy
 import importlib
+import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,12 +39,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import TransformAction
 from jax.flatten_util import ravel_pytree
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.summary import hparams
 from tqdm import tqdm
 
 import buffers
@@ -75,6 +80,18 @@ class Args:
     """agents trained at once, with this seed and the ones after it; compiled only"""
     num_devices: int = 1
     """devices to spread the seeds over, or the environments of one agent; compiled only"""
+    checkpoint_interval: int | None = None
+    """environment steps between two checkpoints; if not said one at the end; 0: none at all"""
+    keep_checkpoints: int = 2
+    """how many of the newest checkpoints are kept: where one is damaged, the one before is used"""
+    resume: str | None = None
+    """folder of a run to go on with, to the same total-timesteps or more"""
+    eval_episodes: int = 10
+    """episodes of an evaluation, in which the agent does not explore; 0: no evaluation"""
+    eval_interval: int | None = None
+    """environment steps between two evaluations; if not said one at the end"""
+    evaluate: str | None = None
+    """folder of a run whose newest checkpoint is evaluated, without any training"""
     # === end shared ===
     num_envs: int = 1
     """environments stepped together; the ratio of gradient to environment steps stays the same"""
@@ -172,7 +189,7 @@ def check_envs(env_id: str, envs: VectorEnv) -> None:
 
 def check_devices(args: Any, *parts: str) -> None:
     """Raises UsageError unless the seeds, or these `parts` of one agent, spread over devices."""
-    found = jax.local_device_count()
+    found = args.num_devices if args.evaluate else jax.local_device_count()
     message = f"num_devices {args.num_devices}"
     require(args.num_devices <= found, f"{message} is more than this machine has, {found}")
     for name in parts if args.num_seeds == 1 else ("num_seeds",):
@@ -385,6 +402,16 @@ def store(agent: Agent, rollout: Transition, mask: Any, replay: Any) -> Agent:
     return agent._replace(replay=replay.add_batch(agent.replay, (items, None), mask.reshape(-1)))
 
 
+def cut_off(agent: Agent, window: int) -> Agent:
+    """No start of a window that would go on past the newest step, where an environment restarts."""
+    _, mask = agent.replay.storage
+    if mask is None:
+        return agent
+    rows = np.arange(agent.replay.cursor - (window - 1), agent.replay.cursor) % len(mask)
+    mask[rows] = False
+    return agent
+
+
 def train_step(
     agent: Agent,
     rollout: Transition,
@@ -436,10 +463,17 @@ class EnvState(NamedTuple):
     inner: Any = None  # [N, ...], the state of a functional environment
 
 
-def reset_envs(envs: VectorEnv, seed: int) -> EnvState:
-    """All environments at the start of an episode."""
+def reset_envs(envs: VectorEnv, seed: int, begun: int = 0) -> EnvState:
+    """All environments at the start of an episode, after `begun` steps of a run that goes on.
+
+    Ordinary environments cannot be saved. The episodes that were cut short count in no statistic.
+    """
+    if begun:
+        print("the environments start new episodes")
     n = envs.num_envs
-    return EnvState(envs.reset(seed=seed)[0], np.zeros(n, bool), np.zeros(n), np.zeros(n, int))
+    return EnvState(
+        envs.reset(seed=seed + begun)[0], np.zeros(n, bool), np.zeros(n), np.zeros(n, int)
+    )
 
 
 def example_transition(envs: VectorEnv) -> Transition:
@@ -593,7 +627,157 @@ def collect_functional(
 # === end shared ===
 
 
+# === shared: checkpoints ===
+# What may differ from the flags that a run was started with when it goes on or is evaluated.
+FREE = (
+    *("resume", "evaluate", "total_timesteps", "checkpoint_interval", "keep_checkpoints"),
+    *("eval_episodes", "eval_interval", "log_interval", "async_envs"),
+)
+
+
+def load_args(args_type: type, folder: str, **changes: Any) -> Any:
+    """The flags that the run in `folder` was started with, and `changes`."""
+    try:
+        with open(os.path.join(folder, "args.json")) as file:
+            return args_type(**json.load(file) | changes)
+    except (OSError, ValueError, TypeError) as error:
+        message = f"{folder} must be the folder of a run of this script, with its args.json: "
+        raise UsageError(f"{message}{error}") from error
+
+
+def save_args(args: Any, folder: str) -> None:
+    """Writes args.json, whole or not at all."""
+    flags = {k: v for k, v in vars(args).items() if k not in ("resume", "evaluate")}
+    path = os.path.join(folder, "args.json")
+    with open(f"{path}.tmp", "w") as file:
+        json.dump(flags, file, indent=2)
+    os.replace(f"{path}.tmp", path)
+
+
+def check_resumed(args: Any, folder: str) -> None:
+    """Raises UsageError unless the run in `folder` can go on, or be evaluated, with these flags."""
+    before = load_args(type(args), folder)
+    for name, value in vars(before).items():
+        message = f"{name} {getattr(args, name)}: the run in {folder} was started with {value}"
+        require(name in FREE or getattr(args, name) == value, f"{message}: leave the flag out")
+    message = f"total_timesteps {args.total_timesteps} is less than the {before.total_timesteps}"
+    ok = args.total_timesteps >= before.total_timesteps
+    require(ok, f"{message} of the run in {folder}: give the same or more")
+
+
+def due(interval: int | None, step: int, steps: int) -> bool:
+    """Whether the last `steps` steps up to `step` crossed a multiple of the interval, if any."""
+    return bool(interval) and step // interval > (step - steps) // interval  # type: ignore
+
+
+def needs_state(args: Any, step: int, steps: int) -> bool:
+    """Whether what is reached at `step` is saved or evaluated: training has to wait for that."""
+    intervals = (args.checkpoint_interval, args.eval_interval)
+    return any(due(interval, step, steps) for interval in intervals)
+
+
+def saved_steps(folder: str) -> list[int]:
+    """The steps of the checkpoints in a folder of them, oldest first."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def checksum(arrays: list[np.ndarray]) -> np.ndarray:
+    """CRC-32: what is read back unharmed in form may still be wrong."""
+    crc = 0
+    for x in arrays:
+        crc = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data, crc)
+    return np.array([crc], np.uint32)
+
+
+def save_checkpoint(args: Any, folder: str, step: int, state: Any, returns: Any) -> None:
+    """Saves the state of training, whole or not at all; a failure is told and training goes on."""
+    folder = os.path.abspath(os.path.join(folder, "checkpoints"))
+    try:
+        for name in os.listdir(folder) if os.path.isdir(folder) else []:
+            if not name.isdigit():  # what a killed run, or a full disk, left half written
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(state)) if x.size]
+        arrays.append(np.array([[*x, *[np.nan] * (100 - len(x))] for x in returns]))
+        # Waits until it is written: the next call of training would write over what is read here.
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            tree = {"arrays": arrays, "checksum": checksum(arrays)}
+            checkpointer.save(os.path.join(folder, str(step)), tree, force=True)
+        saved = saved_steps(folder)
+        older = [x for x in saved if x <= step][: -args.keep_checkpoints]
+        for x in older + [x for x in saved if x > step]:  # later: they were found to be damaged
+            shutil.rmtree(os.path.join(folder, str(x)))
+    except Exception as error:  # tensorstore raises many kinds
+        print(f"no checkpoint of step {step}, training goes on: {error}", file=sys.stderr)
+
+
+def load_checkpoint(folder: str, like: Any) -> tuple[int, Any, list[list[float]]]:
+    """Step, state and returns of the newest checkpoint that is whole; a state is like `like`."""
+    path = os.path.abspath(os.path.join(folder, "checkpoints"))
+    shapes, structure = jax.tree.flatten(like)
+    for step in reversed(saved_steps(path)):
+        try:
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                tree = checkpointer.restore(os.path.join(path, str(step)))
+            if (checksum(tree["arrays"]) != tree["checksum"]).any():
+                raise ValueError("the checksum is another one")
+            *arrays, returns = tree["arrays"]
+            rest = iter(arrays)
+            leaves = [next(rest) if x.size else np.zeros(x.shape, x.dtype) for x in shapes]
+            for i, (x, wanted) in enumerate(zip(leaves, shapes, strict=True)):
+                if (x.shape, x.dtype) != (wanted.shape, wanted.dtype):
+                    raise ValueError(f"array {i} is {x.dtype}{x.shape}, not {wanted}")
+            return (
+                step,
+                jax.tree.unflatten(structure, leaves),
+                [x[x == x].tolist() for x in returns],
+            )
+        except Exception as error:
+            message = f"checkpoint {os.path.join(path, str(step))} is damaged and skipped"
+            print(f"{message}: {error}", file=sys.stderr)
+    message = f"{folder} has no checkpoint that is whole: start the run anew"
+    raise UsageError(f"{message} (num_seeds > 1: they are in the folder of the first seed)")
+
+
+class Greedy(NamedTuple):
+    """How an agent acts when it is evaluated."""
+
+    view: Callable  # from an agent to what acting takes of it
+    act: Callable  # from that and observations [N, ...] to actions [N]
+    to_env: Callable | None  # from these to the environment's
+
+
+def evaluate_agent(args: Any, greedy: Greedy, state: Any, i: int = 0) -> list[float]:
+    """Returns of eval_episodes episodes of agent i, in an environment of their own."""
+    view = greedy.view(state.agent if isinstance(state, Training) else state)
+    if isinstance(state, Training):
+        view = jax.tree.map(lambda x: x[i], view)
+    view, act = jax.device_put(view), jax.jit(greedy.act)
+    spec: Any = copy.copy(gym.spec(args.env_id.rpartition(":")[2]))
+    spec.max_episode_steps = spec.max_episode_steps or 10_000  # some would never end
+    envs = gym.make_vec(spec, 1, "sync" if spec.entry_point else "vector_entry_point")
+    envs = TransformAction(envs, greedy.to_env) if greedy.to_env else envs
+    returns = []
+    with closing(envs):
+        for episode in range(args.eval_episodes):
+            # Seeds that training does not use, the same ones at each evaluation.
+            observation, _ = envs.reset(seed=args.seed + 1_000_000 + episode)
+            total, done = 0.0, False
+            while not done:
+                action = np.asarray(act(view, observation))
+                observation, reward, terminated, truncated, _ = envs.step(action)
+                total, done = total + float(reward[0]), bool(terminated[0] | truncated[0])
+            returns.append(total)
+    return returns
+
+
+# === end shared ===
+
+
 # === shared: run ===
+METRICS = ("charts/final_return", "eval/episodic_return")  # of TensorBoard's table of runs
+
+
 class Run(NamedTuple):
     """What a run is logged with."""
 
@@ -602,21 +786,39 @@ class Run(NamedTuple):
     progress: tqdm
     returns: deque[float]  # of the last 100 episodes, oldest first
     start_time: float  # in seconds
+    first: int  # environment steps before that
     interrupts: list[int]  # signals that ask to stop
 
 
-def start_run(args: Any, quiet: bool = False) -> Run:
-    """Makes a folder under runs/ with the flags in it, and a progress bar on a terminal."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    folder = os.path.join("runs", name.replace("/", "-").replace(":", "-"))
-    while os.path.exists(folder):  # the same run, started twice within a second
-        folder += "_"
-    writer = SummaryWriter(folder, flush_secs=10)
+def run_folders(args: Any) -> list[str]:
+    """A folder under runs/ for each seed; those of before if a run goes on."""
+    seeds = range(args.seed, args.seed + args.num_seeds)
+    if args.resume:
+        first = os.path.normpath(args.resume)
+        head, _, end = first.rpartition(f"__{args.seed}__")
+        return [first] + [f"{head}__{seed}__{end}" for seed in seeds[1:]]
+    name, end = f"{args.env_id}__{args.exp_name}".replace("/", "-").replace(":", "-"), ""
+    while True:  # the same run may be started twice within a second
+        stamp = f"{int(time.time())}{end}"
+        folders = [os.path.join("runs", f"{name}__{seed}__{stamp}") for seed in seeds]
+        if not any(map(os.path.exists, folders)):
+            return folders
+        end += "_"
+
+
+def start_run(args: Any, folder: str, first: int, returns: list[float], quiet: bool) -> Run:
+    """Makes the folder with the flags in it, and a progress bar on a terminal."""
+    # A resumed run goes on in an event file of its own, and TensorBoard drops what was logged
+    # after the checkpoint.
+    again = dict(purge_step=first + 1, filename_suffix=f".{first}") if args.resume else {}
+    writer = SummaryWriter(folder, flush_secs=10, **again)
+    save_args(args, folder)
     rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    progress = tqdm(
-        total=args.total_timesteps, unit=" steps", disable=quiet or None, dynamic_ncols=True
-    )
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", first)
+    for summary in hparams(vars(args), dict.fromkeys(METRICS))[:2]:
+        writer.file_writer.add_summary(summary)
+    total, disable = args.total_timesteps, quiet or None
+    progress = tqdm(total=total, initial=first, unit=" steps", disable=disable, dynamic_ncols=True)
     # Ctrl-C is taken between iterations: within a write it could leave the writer's queue locked.
     interrupts: list[int] = []
 
@@ -626,7 +828,14 @@ def start_run(args: Any, quiet: bool = False) -> Run:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupt)
-    return Run(folder, writer, progress, deque(maxlen=100), time.time(), interrupts)
+    recent = deque(returns, maxlen=100)
+    return Run(folder, writer, progress, recent, time.time(), first, interrupts)
+
+
+def write(run: Run, step: int, values: dict[str, float]) -> None:
+    """One event with all values: add_scalar takes ten times as long."""
+    points = [Summary.Value(tag=tag, simple_value=float(x)) for tag, x in values.items()]
+    run.writer.file_writer.add_summary(Summary(value=points), step)
 
 
 def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dict) -> None:
@@ -641,32 +850,81 @@ def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dic
         run.returns.extend(returns)
         values["charts/episodic_return"] = sum(returns) / len(returns)
         values["charts/episodic_length"] = sum(lengths) / len(lengths)
-    if step // args.log_interval > (step - steps) // args.log_interval:
+    if due(args.log_interval, step, steps):
         values |= jax.device_get(metrics)
-        values["charts/SPS"] = int(step / (time.time() - run.start_time))
+        values["charts/SPS"] = int((step - run.first) / (time.time() - run.start_time))
         if run.returns:
             mean = sum(run.returns) / len(run.returns)
             run.progress.set_postfix_str(f"return {mean:.1f}", refresh=False)
-    if values:  # one event: add_scalar takes ten times as long
-        points = [Summary.Value(tag=tag, simple_value=float(x)) for tag, x in values.items()]
-        run.writer.file_writer.add_summary(Summary(value=points), step)
+    if values:
+        write(run, step, values)
     run.progress.update(steps)
     if run.interrupts:
         raise KeyboardInterrupt
 
 
-def run_training(args: Any, progress: Generator) -> tuple[Any, list[float], str]:
-    """Logs what `progress` gives, for each of num_seeds runs, and returns what a Result is of.
+def run_training(args: Any, start: Callable, greedy: Greedy) -> tuple[Any, list[float], str]:
+    """Logs what training gives, for each of num_seeds runs, and returns what a Result is of.
 
-    `progress` gives environment steps so far, how many are new, and for each run the episodes that
-    ended in these and the metrics; and a function that returns the state of training.
+    `start(restore)` is a generator. With the state of training, or its shapes, it calls `restore`
+    for the environment steps and the state to start from, (0, None) for a new run. It gives
+    environment steps so far, how many are new, and for each run the episodes that ended in these
+    and the metrics; and a function that returns the state of training. First of all it gives where
+    it starts, and where `needs_state` it does not go on before it is asked to.
     """
-    runs = [start_run(replace(args, seed=args.seed + i), i > 0) for i in range(args.num_seeds)]
+    found: tuple = (0, None, [[]] * args.num_seeds)
+    folder = args.resume or args.evaluate
+
+    def restore(like: Any) -> tuple[int, Any]:
+        nonlocal found
+        if folder:
+            found = load_checkpoint(folder, like)
+        return found[:2]
+
+    if folder:
+        check_resumed(args, folder)
+    progress, runs = start(restore), []
     try:
+        step, *_, state = next(progress)
+        if args.evaluate:
+            return state(), evaluate_agent(args, greedy, state()), args.evaluate
+        if args.resume:
+            print(f"{folder} goes on from step {step}")
+        saved, evaluated = step if args.resume else None, None
+        for i, name in enumerate(run_folders(args)):
+            flags = replace(args, seed=args.seed + i)
+            runs.append(start_run(flags, name, step, found[2][i], i > 0))
+
+        def save() -> int:
+            save_checkpoint(args, runs[0].folder, step, state(), [run.returns for run in runs])
+            return step
+
+        def evaluate_all() -> int:
+            for i, run in enumerate(runs):
+                flags = replace(args, seed=args.seed + i)
+                means[i] = float(np.mean(evaluate_agent(flags, greedy, state(), i)))
+                write(run, step, {"eval/episodic_return": means[i]})
+            return step
+
+        means: dict[int, float] = {}
         for step, steps, episodes, metrics, state in progress:  # noqa: B007
             for i, run in enumerate(runs):
                 log(run, args, step, steps, episodes[i], metrics[i])
+            if due(args.checkpoint_interval, step, steps):
+                saved = save()
+            if args.eval_episodes and due(args.eval_interval, step, steps):
+                evaluated = evaluate_all()
+        if args.checkpoint_interval != 0 and saved != step:
+            save()
+        if args.eval_episodes and evaluated != step:
+            evaluate_all()
         returns = [float(np.mean(run.returns or np.nan)) for run in runs]
+        for run, mean in zip(runs, returns, strict=True):
+            write(run, step, {"charts/final_return": mean})
+            run.writer.file_writer.add_summary(hparams({}, {})[2])
+        if means:
+            text = f"mean return of {args.eval_episodes} episodes without exploration"
+            print(f"{runs[0].folder}: {text} {np.mean(list(means.values())):.2f}")
         return state(), returns if len(runs) > 1 else list(runs[0].returns), runs[0].folder
     finally:
         progress.close()
@@ -684,15 +942,21 @@ def parse(args_type: type) -> Any:
     for word in sys.argv[1:]:  # tyro wants a value where None is one
         name = word.replace("--no-", "--")
         words += [name, str(word == name)] if name in choices else [word]
-    return tyro.cli(args_type, description=__doc__, args=words)
+    args: Any = tyro.cli(args_type, description=__doc__, args=words)
+    folder = args.resume or args.evaluate
+    if not folder:
+        return args
+    # The flags of that run are the defaults. Of an evaluation the environments are not used.
+    before = load_args(args_type, folder, **({"async_envs": False} if args.evaluate else {}))
+    return tyro.cli(args_type, description=__doc__, args=words, default=before)
 
 
 def main(train: Callable[[Any], Any], args_type: type) -> None:
     """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
-    args = parse(args_type)
     # A call as small as that of acting costs 12 us in this thread and 41 us in another one.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
+        args = parse(args_type)
         result = train(args)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -702,7 +966,10 @@ def main(train: Callable[[Any], Any], args_type: type) -> None:
         sys.exit(130)
     returns = np.sort(result.returns or [np.nan])
     n, mean, std = len(result.returns), returns.mean(), returns.std()
-    if args.num_seeds == 1:
+    if args.evaluate:
+        print(f"{result.folder}: mean return of {n} episodes {mean:.2f} +- {std:.2f}")
+        print(*(f"{x:.2f}" for x in result.returns))
+    elif args.num_seeds == 1:
         print(f"{result.folder}: mean return of the last {n} episodes {mean:.2f}")
     else:
         middle = returns[n // 4 : n - n // 4].mean()
@@ -731,7 +998,8 @@ def train_compiled(
     iterate: Callable,
     schedule: Callable,
     size: int,
-    warm_up: int = 0,
+    warm_up: int,
+    restore: Callable,
 ) -> Generator:
     """Trains num_seeds agents, one compiled call for each log_interval; for `run_training`.
 
@@ -743,6 +1011,7 @@ def train_compiled(
       schedule: From the environment step at the start of an iteration to {tag: value}.
       size: Environment steps of an iteration, `iterate` on all devices.
       warm_up: Iterations without learning at the start.
+      restore: See `run_training`.
     """
     parts, per_call = shards(args), math.ceil(args.log_interval / size)
     iterations = math.ceil(args.total_timesteps / size)
@@ -789,12 +1058,15 @@ def train_compiled(
         fn = jax.vmap(partial(advance, learning=learning), in_axes=(0, None, None))
         return jax.jit(spread(fn, 0, None, None), donate_argnums=0)
 
-    calls = {learning: compiled(learning) for learning in (False, True)}
     numbers = np.arange(max(args.num_seeds, parts), dtype=np.uint32)
     seeds, numbers = (
         (numbers + args.seed, 0 * numbers) if parts == 1 else (0 * numbers + args.seed, numbers)
     )
-    state = jax.jit(spread(start_all, 0, 0))(seeds, numbers)
+    begun, state = restore(jax.eval_shape(jax.vmap(start), seeds, numbers))
+    if state is None:
+        state = jax.jit(spread(start_all, 0, 0))(seeds, numbers)
+    yield begun, 0, [[]] * len(seeds), [{}] * len(seeds), lambda: state
+    calls = {learning: compiled(learning) for learning in (False, True)}
 
     def call(first: int, count: int) -> tuple:
         nonlocal state
@@ -813,8 +1085,11 @@ def train_compiled(
 
     with ThreadPoolExecutor(max_workers=1) as device:
         running: Future[Any] | None = None
-        first = 0
+        first, count = begun // size, 0
         while first < iterations:
+            if running and needs_state(args, first * size, count * size):
+                yield running.result()  # the next call would take the state away
+                running = None
             end = warm_up if first < warm_up else iterations
             count = min(per_call, end - first)
             before, running = running, device.submit(call, first, count)
@@ -834,7 +1109,7 @@ def check_args(args: Args) -> None:
         if isinstance(value, float):
             require(0 <= value <= 1, f"{name} must be from 0 to 1, got {value}")
         elif type(value) is int:
-            least = 0 if name == "seed" else 1
+            least = 0 if name in ("seed", "checkpoint_interval", "eval_episodes") else 1
             require(value >= least, f"{name} must be at least {least}, got {value}")
     batch, starts, total = args.batch_size, args.learning_starts, args.total_timesteps
     require(batch <= args.buffer_size, f"batch_size {batch} is larger than buffer_size")
@@ -914,7 +1189,7 @@ def train(args: Args) -> Result:
         agent, metrics = learn(agent, rollout, mask, now, learning)
         return agent, env_state, episodes, metrics
 
-    def ordinary(envs: VectorEnv) -> Generator:
+    def ordinary(envs: VectorEnv, restore: Callable) -> Generator:
         """Steps the environments from Python; for `run_training`."""
 
         @partial(jax.jit, donate_argnums=0, static_argnums=-1)
@@ -930,15 +1205,20 @@ def train(args: Args) -> Result:
 
         greedy = jax.jit(lambda params, observation: q(params, observation).argmax(-1))
         key, network_key = jax.random.split(jax.random.PRNGKey(args.seed))
-        agent = init(network_key, key)
+        begun, restored = restore(jax.eval_shape(init, network_key, key))
+        agent = (
+            init(network_key, key) if restored is None else cut_off(restored, args.n_step + once)
+        )
+        yield begun, 0, [[]], [{}], lambda: agent
+        agent = jax.tree.map(jnp.asarray, agent)
         behaviour = agent.params.copy()
-        rng = np.random.default_rng(args.seed)
-        env_state = reset_envs(envs, args.seed)
+        rng = np.random.default_rng([args.seed, begun] if begun else args.seed)
+        env_state = reset_envs(envs, args.seed, begun)
         # While one thread learns from a rollout, this one collects the next, with the parameters
         # from before: the same ones whichever is faster, so that runs repeat.
         with closing(envs), ThreadPoolExecutor(max_workers=1) as learner:
             learning: Future[Any] = learner.submit(lambda: (agent, behaviour, {}))
-            for step in range(size, args.total_timesteps + size, size):
+            for step in range(begun + size, args.total_timesteps + size, size):
                 now = schedule(step - size)
                 draws = rng.random((2, *shape))
                 random_actions = (draws[1] * num_actions).astype(np.int32)
@@ -951,15 +1231,16 @@ def train(args: Args) -> Result:
                 learning = learner.submit(update, agent, rollout, mask, now, learns)
                 yield step, size, [episodes], [metrics | now], partial(agent_of, learning)
 
+    greedy = Greedy(lambda agent: agent.params, lambda p, x: q(p, x).argmax(-1), to_env)
     env = functional(envs) if args.compiled is not False else None
     if env is None:
-        progress = ordinary(TransformAction(envs, to_env) if to_env else envs)
-        return Result(*run_training(args, progress))
+        start = partial(ordinary, TransformAction(envs, to_env) if to_env else envs)
+        return Result(*run_training(args, start, greedy))
     same, spec = to_env or (lambda action: action), gym.spec(args.env_id.rpartition(":")[2])
     functional_env = Functional(env, spec.max_episode_steps, same, example)
     warm_up = args.learning_starts // size
-    progress = train_compiled(args, functional_env, init, iterate, schedule, size, warm_up)
-    state, returns, folder = run_training(args, progress)
+    setting = (functional_env, init, iterate, schedule, size, warm_up)
+    state, returns, folder = run_training(args, partial(train_compiled, args, *setting), greedy)
     agent = state.agent if args.num_seeds > 1 else jax.tree.map(lambda x: x[0], state.agent)
     return Result(agent, returns, folder)
 
