@@ -826,17 +826,6 @@ def run_folders(args: Any) -> list[str]:
 
 def start_run(args: Any, folder: str, first: int, returns: list[float], quiet: bool) -> Run:
     """Makes the folder with the flags in it, and a progress bar on a terminal."""
-    # A resumed run goes on in an event file of its own, and TensorBoard drops what was logged
-    # after the checkpoint.
-    again = dict(purge_step=first + 1, filename_suffix=f".{first}") if args.resume else {}
-    writer = SummaryWriter(folder, flush_secs=10, **again)
-    save_args(args, folder)
-    rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", first)
-    for summary in hparams(vars(args), dict.fromkeys(METRICS))[:2]:
-        writer.file_writer.add_summary(summary)
-    total, disable = args.total_timesteps, quiet or None
-    progress = tqdm(total=total, initial=first, unit=" steps", disable=disable, dynamic_ncols=True)
     # Ctrl-C is taken between iterations: within a write it could leave the writer's queue locked.
     interrupts: list[int] = []
 
@@ -846,6 +835,17 @@ def start_run(args: Any, folder: str, first: int, returns: list[float], quiet: b
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupt)
+    # A resumed run goes on in an event file of its own, and TensorBoard drops what was logged
+    # after the checkpoint.
+    again = dict(purge_step=first + 1, filename_suffix=f".{first}") if args.resume else {}
+    writer = SummaryWriter(folder, flush_secs=10, **again)
+    save_args(args, folder)
+    rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", first)
+    total, disable = args.total_timesteps, quiet or None
+    progress = tqdm(total=total, initial=first, unit=" steps", disable=disable, dynamic_ncols=True)
+    for summary in hparams(vars(args), dict.fromkeys(METRICS))[:2]:
+        writer.file_writer.add_summary(summary)
     recent = deque(returns, maxlen=100)
     return Run(folder, writer, progress, recent, time.time(), first, interrupts)
 
@@ -914,6 +914,8 @@ def run_training(args: Any, start: Callable, greedy: Greedy) -> tuple[Any, list[
             runs.append(start_run(flags, name, step, found[2][i], i > 0))
 
         def save() -> int:
+            for run in runs:  # what is not written would be missing if the run goes on from here
+                run.writer.flush()
             save_checkpoint(args, runs[0].folder, step, state(), [run.returns for run in runs])
             return step
 

@@ -450,6 +450,8 @@ def test_copy_pasted_script_runs_and_its_events_can_be_read(tmp_path):
         "charts/epsilon",
         "losses/td_loss",
         "losses/q_values",
+        "charts/final_return",
+        "eval/episodic_return",
     }
     for tag, points in scalars.items():
         steps, values = zip(*points, strict=True)
