@@ -747,28 +747,55 @@ class Greedy(NamedTuple):
     to_env: Callable | None  # from these to the environment's
 
 
-def evaluate_agent(args: Any, greedy: Greedy, state: Any, i: int = 0) -> list[float]:
-    """Returns of eval_episodes episodes of agent i, in an environment of their own."""
-    view = greedy.view(state.agent if isinstance(state, Training) else state)
-    if isinstance(state, Training):
-        view = jax.tree.map(lambda x: x[i], view)
-    view, act = jax.device_put(view), jax.jit(greedy.act)
-    spec: Any = copy.copy(gym.spec(args.env_id.rpartition(":")[2]))
-    spec.max_episode_steps = spec.max_episode_steps or 10_000  # some would never end
-    envs = gym.make_vec(spec, 1, "sync" if spec.entry_point else "vector_entry_point")
-    envs = TransformAction(envs, greedy.to_env) if greedy.to_env else envs
-    returns = []
-    with closing(envs):
-        for episode in range(args.eval_episodes):
-            # Seeds that training does not use, the same ones at each evaluation.
-            observation, _ = envs.reset(seed=args.seed + 1_000_000 + episode)
-            total, done = 0.0, False
-            while not done:
-                action = np.asarray(act(view, observation))
-                observation, reward, terminated, truncated, _ = envs.step(action)
-                total, done = total + float(reward[0]), bool(terminated[0] | truncated[0])
-            returns.append(total)
-    return returns
+def evaluator(args: Any, greedy: Greedy, functional: Any) -> Callable[[Any], list[list[float]]]:
+    """From the state of training to the returns of eval_episodes episodes, for each agent."""
+    act, limit = jax.jit(greedy.act), 10_000  # some episodes would never end
+    first_seed = args.seed + 1_000_000  # that training does not use; the same at each evaluation
+
+    def ordinary(agent: Any) -> list[list[float]]:
+        view, returns = jax.device_put(greedy.view(agent)), []
+        spec: Any = copy.copy(gym.spec(args.env_id.rpartition(":")[2]))
+        spec.max_episode_steps = spec.max_episode_steps or limit
+        envs = gym.make_vec(spec, 1, "sync" if spec.entry_point else "vector_entry_point")
+        with closing(TransformAction(envs, greedy.to_env) if greedy.to_env else envs) as envs:
+            for episode in range(args.eval_episodes):
+                observation, _ = envs.reset(seed=first_seed + episode)
+                total, done = 0.0, False
+                while not done:
+                    action = np.asarray(act(view, observation))
+                    observation, reward, terminated, truncated, _ = envs.step(action)
+                    total, done = total + float(reward[0]), bool(terminated[0] | truncated[0])
+                returns.append(total)
+        return [returns]
+
+    def one(view: Any, seed: jax.Array) -> jax.Array:
+        """An episode in each of eval_episodes functional environments."""
+        n, (reset_key, key) = args.eval_episodes, jax.random.split(jax.random.PRNGKey(seed))
+        keys = jax.random.split(reset_key, n)
+        envs = jax.vmap(partial(reset_functional, functional))(keys)
+
+        def step(carry: tuple) -> tuple:
+            t, envs, over, total = carry
+            keys = jax.random.split(jax.random.fold_in(key, t), (n, 2))
+            action = functional.to_env(greedy.act(view, envs.observation))
+            after, (reward, _, _) = jax.vmap(partial(step_functional, functional))(
+                envs, action, keys, envs.inner
+            )
+            return t + 1, after, over | after.resetting, total + jnp.where(over, 0.0, reward)
+
+        carry = (0, envs, jnp.zeros(n, bool), jnp.zeros(n))
+        return jax.lax.while_loop(lambda c: ~c[2].all() & (c[0] < limit), step, carry)[3]
+
+    compiled = jax.jit(jax.vmap(one))
+
+    def evaluate(state: Any) -> list[list[float]]:
+        if functional is None:
+            return ordinary(state)
+        views = jax.tree.map(lambda x: x[: args.num_seeds], greedy.view(state.agent))
+        seeds = np.arange(args.num_seeds) + first_seed
+        return np.asarray(compiled(views, seeds.astype(np.uint32))).tolist()
+
+    return evaluate
 
 
 # === end shared ===
@@ -863,7 +890,7 @@ def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dic
         raise KeyboardInterrupt
 
 
-def run_training(args: Any, start: Callable, greedy: Greedy) -> tuple[Any, list[float], str]:
+def run_training(args: Any, start: Callable, evaluate: Callable) -> tuple[Any, list[float], str]:
     """Logs what training gives, for each of num_seeds runs, and returns what a Result is of.
 
     `start(restore)` is a generator. With the state of training, or its shapes, it calls `restore`
@@ -887,7 +914,7 @@ def run_training(args: Any, start: Callable, greedy: Greedy) -> tuple[Any, list[
     try:
         step, *_, state = next(progress)
         if args.evaluate:
-            return state(), evaluate_agent(args, greedy, state()), args.evaluate
+            return state(), evaluate(state())[0], args.evaluate
         if args.resume:
             print(f"{folder} goes on from step {step}")
         saved, evaluated = step if args.resume else None, None
@@ -902,9 +929,8 @@ def run_training(args: Any, start: Callable, greedy: Greedy) -> tuple[Any, list[
             return step
 
         def evaluate_all() -> int:
-            for i, run in enumerate(runs):
-                flags = replace(args, seed=args.seed + i)
-                means[i] = float(np.mean(evaluate_agent(flags, greedy, state(), i)))
+            for i, (run, returns) in enumerate(zip(runs, evaluate(state()), strict=True)):
+                means[i] = float(np.mean(returns))
                 write(run, step, {"eval/episodic_return": means[i]})
             return step
 
@@ -1237,12 +1263,16 @@ def train(args: Args) -> Result:
     env = functional(envs) if args.compiled is not False else None
     if env is None:
         start = partial(ordinary, TransformAction(envs, to_env) if to_env else envs)
-        return Result(*run_training(args, start, greedy))
+        return Result(*run_training(args, start, evaluator(args, greedy, None)))
     same, spec = to_env or (lambda action: action), gym.spec(args.env_id.rpartition(":")[2])
     functional_env = Functional(env, spec.max_episode_steps, same, example)
     warm_up = args.learning_starts // size
     setting = (functional_env, init, iterate, schedule, size, warm_up)
-    state, returns, folder = run_training(args, partial(train_compiled, args, *setting), greedy)
+    start, evaluate = (
+        partial(train_compiled, args, *setting),
+        evaluator(args, greedy, functional_env),
+    )
+    state, returns, folder = run_training(args, start, evaluate)
     agent = state.agent if args.num_seeds > 1 else jax.tree.map(lambda x: x[0], state.agent)
     return Result(agent, returns, folder)
 
