@@ -575,6 +575,8 @@ TAGS = {
     "charts/learning_rate",
     *(f"losses/{name}" for name in ppo_jax.Losses._fields),
     "losses/explained_variance",
+    "charts/final_return",
+    "eval/episodic_return",
 }
 
 
