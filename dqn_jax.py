@@ -1086,10 +1086,9 @@ def train_compiled(
         fn = jax.vmap(partial(advance, learning=learning), in_axes=(0, None, None))
         return jax.jit(spread(fn, 0, None, None), donate_argnums=0)
 
-    numbers = np.arange(max(args.num_seeds, parts), dtype=np.uint32)
-    seeds, numbers = (
-        (numbers + args.seed, 0 * numbers) if parts == 1 else (0 * numbers + args.seed, numbers)
-    )
+    numbers = np.arange(max(args.num_seeds, parts))  # of seeds, or of the parts of one agent
+    seeds = (args.seed + numbers * (parts == 1)).astype(np.uint32)
+    numbers = (numbers * (parts > 1)).astype(np.uint32)
     begun, state = restore(jax.eval_shape(jax.vmap(start), seeds, numbers))
     if state is None:
         state = jax.jit(spread(start_all, 0, 0))(seeds, numbers)
@@ -1268,10 +1267,8 @@ def train(args: Args) -> Result:
     functional_env = Functional(env, spec.max_episode_steps, same, example)
     warm_up = args.learning_starts // size
     setting = (functional_env, init, iterate, schedule, size, warm_up)
-    start, evaluate = (
-        partial(train_compiled, args, *setting),
-        evaluator(args, greedy, functional_env),
-    )
+    start = partial(train_compiled, args, *setting)
+    evaluate = evaluator(args, greedy, functional_env)
     state, returns, folder = run_training(args, start, evaluate)
     agent = state.agent if args.num_seeds > 1 else jax.tree.map(lambda x: x[0], state.agent)
     return Result(agent, returns, folder)

@@ -84,6 +84,29 @@ class Curve(NamedTuple):
     complete: np.ndarray  # whether it is of 100
 
 
+def new_runs(command: list[str], work: Path) -> list[str]:
+    """The folders that the command makes under runs/, with `work` as its working directory.
+
+    Those that a run that was stopped had left there do not count.
+    """
+    before = set((work / "runs").glob("*"))
+    with (work / "output.txt").open("w") as output:
+        code = subprocess.run(
+            command,
+            cwd=work,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+    if code:
+        raise RuntimeError(
+            f"{shlex.join(command)} ended with exit code {code}, expected 0: "
+            f"see {work / 'output.txt'}, then start this again"
+        )
+    return sorted(x.name for x in set((work / "runs").glob("*")) - before)
+
+
 def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> list[Path]:
     """The folders of that run, one for each seed in it, made by the script if not there yet."""
     name, *own = shlex.split(script)
@@ -93,25 +116,8 @@ def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> 
     done = work / "done"
     if not done.exists() or not done.read_text():
         work.mkdir(parents=True, exist_ok=True)
-        before = set((work / "runs").glob("*"))
         command = [sys.executable, str(ROOT / f"{name}.py"), "--env-id", env_id]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with (work / "output.txt").open("w") as output:
-            code = subprocess.run(
-                [*command, "--seed", str(seed), *flags],
-                cwd=work,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            ).returncode
-        if code:
-            raise RuntimeError(
-                f"{shlex.join(command)} ended with exit code {code}, expected 0: "
-                f"see {work / 'output.txt'}, then start this again"
-            )
-        # Folders of a run that was stopped do not count.
-        new = sorted(x.name for x in set((work / "runs").glob("*")) - before)
+        new = new_runs([*command, "--seed", str(seed), *flags], work)
         done.write_text("\n".join(new))
     return sorted((work / "runs" / name for name in done.read_text().split("\n")), key=seed_of)
 

@@ -21,7 +21,6 @@ The peers take the hyperparameters of our scripts, which are CleanRL's; their lo
 
 import argparse
 import json
-import os
 import re
 import shlex
 import statistics
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from machine import MISSING, header, line, table, write_json
-from returns import THRESHOLDS, curve, reached, scalars
+from returns import THRESHOLDS, curve, new_runs, reached, scalars
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for the scripts, where they are imported
@@ -172,23 +171,8 @@ def run(configuration: Configuration, args: argparse.Namespace, seed: int) -> Ou
     done = work / "done.json"
     if not done.exists():
         work.mkdir(parents=True, exist_ok=True)
-        before = set((work / "runs").glob("*"))
         start = time.time()
-        with (work / "output.txt").open("w") as output:
-            code = subprocess.run(
-                words,
-                cwd=work,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            ).returncode
-        if code:
-            raise RuntimeError(
-                f"{shlex.join(words)} ended with exit code {code}, expected 0: see "
-                f"{work / 'output.txt'}, then start this again"
-            )
-        new = sorted(x.name for x in set((work / "runs").glob("*")) - before)
+        new = new_runs(words, work)
         done.write_text(json.dumps({"start": start, "folders": new}))
     found = json.loads(done.read_text())
     folders = [work / "runs" / name for name in found["folders"]]

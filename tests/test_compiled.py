@@ -377,6 +377,12 @@ def test_mistakes_are_found_before_training(module, flags, message, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_any_seed_is_one():
+    """The environments of Gymnasium take seeds of more than 32 bits, and so does this."""
+    flags = dict(env_id="Chain-v0", num_steps=8, total_timesteps=32, seed=2**32 + 7)
+    assert np.isfinite(ppo_jax.train(ppo_jax.Args(**flags)).agent.params).all()
+
+
 def test_wrappers_of_a_registration_are_kept_by_stepping_it_ordinarily():
     envs = dqn_jax.make_envs(dqn_jax.Args(env_id="ChainWrapped-v0"))
     assert dqn_jax.functional(envs) is None
