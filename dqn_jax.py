@@ -15,7 +15,7 @@ S steps of a rollout, N environments, B batch.
 """
 
 import copy
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -42,11 +42,13 @@ import optax
 import orbax.checkpoint as ocp
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers import RecordVideo
 from gymnasium.wrappers.vector import TransformAction
 from jax.flatten_util import ravel_pytree
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.summary import hparams
+from tensorboardX.summary import hparams, text
 from tqdm import tqdm
 
 import buffers
@@ -92,6 +94,14 @@ class Args:
     """environment steps between two evaluations; if not said one at the end"""
     evaluate: str | None = None
     """folder of a run whose newest checkpoint is evaluated, without any training"""
+    capture_video: bool = False
+    """record an episode of each evaluation, an MP4 in videos/ of the run's folder"""
+    track: bool = False
+    """log to Weights & Biases, too"""
+    wandb_project_name: str = "cleanreplay"
+    """project in Weights & Biases"""
+    wandb_entity: str | None = None
+    """team or user in Weights & Biases; if not said that of the login"""
     # === end shared ===
     num_envs: int = 1
     """environments stepped together; the ratio of gradient to environment steps stays the same"""
@@ -150,6 +160,9 @@ def make_envs(args: Any) -> VectorEnv:
 
     If training is to be compiled a single one, for its spaces and its functions.
     """
+    for name, library in (("capture_video", "moviepy"), ("track", "wandb")):
+        missing = getattr(args, name) and importlib.util.find_spec(library) is None
+        require(not missing, f"{name} needs {library}: pip install {library}")
     try:
         module, _, name = args.env_id.rpartition(":")
         if module:
@@ -175,16 +188,20 @@ def make_envs(args: Any) -> VectorEnv:
         raise UsageError(f"env_id {args.env_id}: {error}") from error
 
 
-def check_envs(env_id: str, envs: VectorEnv) -> None:
+def check_envs(args: Any, envs: VectorEnv) -> None:
     """Raises UsageError unless `collect` and the networks can work with these environments."""
     space: Any = envs.single_observation_space
-    box, name = isinstance(space, gym.spaces.Box), f"env_id {env_id}"
+    box, name = isinstance(space, gym.spaces.Box), f"env_id {args.env_id}"
     require(box, f"{name}: observations must be a Box, got {space}: wrap it in FlattenObservation")
     large = not is_image(space.shape, space.dtype) or sorted(space.shape)[-2] >= 36
     require(large, f"{name}: images must be 36x36 or more, got {space}: use ResizeObservation")
     mode = envs.metadata.get("autoreset_mode")
     known = mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
     require(known, f"{name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, got {mode}")
+    spec: Any = envs.spec
+    modes = envs.metadata.get("render_modes", []) if spec.entry_point else []
+    ok = not args.capture_video or "rgb_array" in modes
+    require(ok, f"{name}: capture_video takes render mode rgb_array, a single one has {modes}")
 
 
 def check_devices(args: Any, *parts: str) -> None:
@@ -631,7 +648,8 @@ def collect_functional(
 # What may differ from the flags that a run was started with when it goes on or is evaluated.
 FREE = (
     *("resume", "evaluate", "total_timesteps", "checkpoint_interval", "keep_checkpoints"),
-    *("eval_episodes", "eval_interval", "log_interval", "async_envs"),
+    *("eval_episodes", "eval_interval", "log_interval", "async_envs", "capture_video"),
+    *("track", "wandb_project_name", "wandb_entity"),
 )
 
 
@@ -699,6 +717,9 @@ def save_checkpoint(args: Any, folder: str, step: int, state: Any, returns: Any)
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
         arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(state)) if x.size]
         arrays.append(np.array([[*x, *[np.nan] * (100 - len(x))] for x in returns]))
+        needs, free = sum(x.nbytes for x in arrays), shutil.disk_usage(os.path.dirname(folder)).free
+        if needs > free:  # orbax would fill the disk, and say so in hundreds of lines
+            raise OSError(f"it takes {needs / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
         # Waits until it is written: the next call of training would write over what is read here.
         with ocp.PyTreeCheckpointer() as checkpointer:
             tree = {"arrays": arrays, "checksum": checksum(arrays)}
@@ -747,18 +768,23 @@ class Greedy(NamedTuple):
     to_env: Callable | None  # from these to the environment's
 
 
-def evaluator(args: Any, greedy: Greedy, functional: Any) -> Callable[[Any], list[list[float]]]:
-    """From the state of training to the returns of eval_episodes episodes, for each agent."""
+def evaluator(args: Any, greedy: Greedy, functional: Any) -> Callable:
+    """What evaluates a state of training, given a folder and the step for a video.
+
+    It returns the returns of eval_episodes episodes for each agent, [[]] of floats, and the file
+    with a video of the first agent if there is one.
+    """
     act, limit = jax.jit(greedy.act), 10_000  # some episodes would never end
     first_seed = args.seed + 1_000_000  # that training does not use; the same at each evaluation
 
-    def ordinary(agent: Any) -> list[list[float]]:
-        view, returns = jax.device_put(greedy.view(agent)), []
+    def play(view: Any, episodes: int, **options: Any) -> list[float]:
+        """Returns of episodes one after the other; `options` for the environment."""
         spec: Any = copy.copy(gym.spec(args.env_id.rpartition(":")[2]))
         spec.max_episode_steps = spec.max_episode_steps or limit
-        envs = gym.make_vec(spec, 1, "sync" if spec.entry_point else "vector_entry_point")
+        mode, returns = "sync" if spec.entry_point else "vector_entry_point", []
+        envs = gym.make_vec(spec, 1, mode, **options)
         with closing(TransformAction(envs, greedy.to_env) if greedy.to_env else envs) as envs:
-            for episode in range(args.eval_episodes):
+            for episode in range(episodes):
                 observation, _ = envs.reset(seed=first_seed + episode)
                 total, done = 0.0, False
                 while not done:
@@ -766,7 +792,20 @@ def evaluator(args: Any, greedy: Greedy, functional: Any) -> Callable[[Any], lis
                     observation, reward, terminated, truncated, _ = envs.step(action)
                     total, done = total + float(reward[0]), bool(terminated[0] | truncated[0])
                 returns.append(total)
-        return [returns]
+        return returns
+
+    def record(view: Any, folder: str) -> str | None:
+        """Plays the first episode for a video of at most 1,000 frames; a failure is told."""
+        options: dict[str, Any] = dict(
+            video_folder=folder, name_prefix="evaluation", video_length=1_000
+        )
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame needs no screen
+        try:
+            play(view, 1, render_mode="rgb_array", wrappers=[partial(RecordVideo, **options)])
+        except Exception as error:  # of the environment, the encoder or the disk
+            tqdm.write(f"no video in {folder}, the run goes on: {error}", file=sys.stderr)
+            return None
+        return os.path.join(folder, "evaluation-episode-0.mp4")
 
     def one(view: Any, seed: jax.Array) -> jax.Array:
         """An episode in each of eval_episodes functional environments."""
@@ -788,12 +827,17 @@ def evaluator(args: Any, greedy: Greedy, functional: Any) -> Callable[[Any], lis
 
     compiled = jax.jit(jax.vmap(one))
 
-    def evaluate(state: Any) -> list[list[float]]:
+    def evaluate(state: Any, folder: str, step: int) -> tuple[list[list[float]], str | None]:
         if functional is None:
-            return ordinary(state)
-        views = jax.tree.map(lambda x: x[: args.num_seeds], greedy.view(state.agent))
-        seeds = np.arange(args.num_seeds) + first_seed
-        return np.asarray(compiled(views, seeds.astype(np.uint32))).tolist()
+            view = jax.device_put(greedy.view(state))
+            returns = [play(view, args.eval_episodes)]
+        else:
+            views = jax.tree.map(lambda x: x[: args.num_seeds], greedy.view(state.agent))
+            seeds = np.arange(args.num_seeds) + first_seed
+            returns = np.asarray(compiled(views, seeds.astype(np.uint32))).tolist()
+            view = jax.tree.map(lambda x: x[0], views)
+        folder = os.path.join(folder, "videos", str(step))
+        return returns, record(view, folder) if args.capture_video else None
 
     return evaluate
 
@@ -803,13 +847,63 @@ def evaluator(args: Any, greedy: Greedy, functional: Any) -> Callable[[Any], lis
 
 # === shared: run ===
 METRICS = ("charts/final_return", "eval/episodic_return")  # of TensorBoard's table of runs
+FLUSH_SECONDS = 10.0
+
+
+class EventFile:
+    """TensorBoard's file of a run. Where it cannot be written, training goes on without.
+
+    SummaryWriter writes in a thread of its own: a full disk ends that, and training would wait for
+    it for ever.
+    """
+
+    def __init__(self, folder: str, suffix: str = "") -> None:
+        self.path, self.suffix = os.path.join(folder, "events"), suffix
+        self.file: EventsWriter | None = None
+        self.open()
+
+    def open(self) -> None:
+        """Starts a file. Raises OSError if it cannot be written."""
+        self.flushed = time.time()
+        file = EventsWriter(self.path, self.suffix)
+        file.flush()
+        self.file = file
+
+    def add(self, step: int, **content: Any) -> None:
+        """Writes an event, such as one with a `summary`."""
+        now = time.time()
+        try:
+            if self.file is None and now - self.flushed >= FLUSH_SECONDS:
+                self.open()  # the last event of the file before may be cut off
+            if self.file:
+                self.file.write_event(Event(wall_time=now, step=step, **content))
+                if now - self.flushed >= FLUSH_SECONDS:
+                    self.flush()
+        except OSError as error:
+            self.fail(error)
+
+    def flush(self, close: bool = False) -> None:
+        """Writes what is buffered."""
+        self.flushed = time.time()
+        try:
+            if self.file:
+                self.file.close() if close else self.file.flush()
+        except OSError as error:
+            self.fail(error)
+
+    def fail(self, error: OSError) -> None:
+        """Gives the file up; `add` will try another one."""
+        if self.file:
+            tqdm.write(f"{self.path}: logging pauses, training goes on: {error}", file=sys.stderr)
+        self.file = None
 
 
 class Run(NamedTuple):
     """What a run is logged with."""
 
     folder: str
-    writer: SummaryWriter
+    events: EventFile
+    tracked: Any  # the same run in Weights & Biases, or None
     progress: tqdm
     returns: deque[float]  # of the last 100 episodes, oldest first
     start_time: float  # in seconds
@@ -833,9 +927,33 @@ def run_folders(args: Any) -> list[str]:
         end += "_"
 
 
+def track(args: Any, folder: str) -> Any:
+    """The run of that folder in Weights & Biases, None if not asked for."""
+    if not args.track:
+        return None
+    import wandb
+
+    name = os.path.basename(folder)
+    try:
+        tracked = wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            id=name,
+            name=name,
+            config=vars(args),
+            save_code=True,
+            resume="allow",
+            reinit="create_new",  # one for each seed
+        )
+    except wandb.Error as error:
+        raise UsageError(f"track: {error}") from error
+    tracked.define_metric("*", step_metric="global_step")
+    return tracked
+
+
 def start_run(args: Any, folder: str, first: int, returns: list[float], quiet: bool) -> Run:
     """Makes the folder with the flags in it, and a progress bar on a terminal."""
-    # Ctrl-C is taken between iterations: within a write it could leave the writer's queue locked.
+    # Ctrl-C is taken between iterations: within a write it could leave an event half written.
     interrupts: list[int] = []
 
     def interrupt(signum: int, _: Any) -> None:
@@ -844,25 +962,33 @@ def start_run(args: Any, folder: str, first: int, returns: list[float], quiet: b
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupt)
-    # A resumed run goes on in an event file of its own, and TensorBoard drops what was logged
-    # after the checkpoint.
-    again = dict(purge_step=first + 1, filename_suffix=f".{first}") if args.resume else {}
-    writer = SummaryWriter(folder, flush_secs=10, **again)
-    save_args(args, folder)
+    tracked = track(args, folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        save_args(args, folder)
+        events = EventFile(folder, f".{first}" if args.resume else "")
+    except OSError as error:
+        raise UsageError(f"{folder} must be a folder that can be written: {error}") from error
+    if args.resume:  # TensorBoard drops what was logged after the checkpoint
+        events.add(first + 1, file_version="brain.Event:2")
+        events.add(first + 1, session_log=SessionLog(status=SessionLog.START))
     rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", first)
+    table = text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+    for summary in (table, *hparams(vars(args), dict.fromkeys(METRICS))[:2]):
+        events.add(first, summary=summary)
     total, disable = args.total_timesteps, quiet or None
     progress = tqdm(total=total, initial=first, unit=" steps", disable=disable, dynamic_ncols=True)
-    for summary in hparams(vars(args), dict.fromkeys(METRICS))[:2]:
-        writer.file_writer.add_summary(summary)
     recent = deque(returns, maxlen=100)
-    return Run(folder, writer, progress, recent, time.time(), first, interrupts)
+    return Run(folder, events, tracked, progress, recent, time.time(), first, interrupts)
 
 
 def write(run: Run, step: int, values: dict[str, float]) -> None:
-    """One event with all values: add_scalar takes ten times as long."""
-    points = [Summary.Value(tag=tag, simple_value=float(x)) for tag, x in values.items()]
-    run.writer.file_writer.add_summary(Summary(value=points), step)
+    """One event with all values, in Weights & Biases as well."""
+    values = {tag: float(x) for tag, x in values.items()}
+    points = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
+    run.events.add(step, summary=Summary(value=points))
+    if run.tracked:
+        run.tracked.log({**values, "global_step": step})
 
 
 def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dict) -> None:
@@ -914,7 +1040,8 @@ def run_training(args: Any, start: Callable, evaluate: Callable) -> tuple[Any, l
     try:
         step, *_, state = next(progress)
         if args.evaluate:
-            return state(), evaluate(state())[0], args.evaluate
+            scores, _ = evaluate(state(), args.evaluate, step)
+            return state(), scores[0], args.evaluate
         if args.resume:
             print(f"{folder} goes on from step {step}")
         saved, evaluated = step if args.resume else None, None
@@ -924,14 +1051,20 @@ def run_training(args: Any, start: Callable, evaluate: Callable) -> tuple[Any, l
 
         def save() -> int:
             for run in runs:  # what is not written would be missing if the run goes on from here
-                run.writer.flush()
+                run.events.flush()
             save_checkpoint(args, runs[0].folder, step, state(), [run.returns for run in runs])
             return step
 
         def evaluate_all() -> int:
-            for i, (run, returns) in enumerate(zip(runs, evaluate(state()), strict=True)):
+            scores, video = evaluate(state(), runs[0].folder, step)
+            for i, (run, returns) in enumerate(zip(runs, scores, strict=True)):
                 means[i] = float(np.mean(returns))
                 write(run, step, {"eval/episodic_return": means[i]})
+            if video and runs[0].tracked:
+                import wandb
+
+                film = wandb.Video(video, format="mp4")
+                runs[0].tracked.log({"eval/video": film, "global_step": step})
             return step
 
         means: dict[int, float] = {}
@@ -949,7 +1082,7 @@ def run_training(args: Any, start: Callable, evaluate: Callable) -> tuple[Any, l
         returns = [float(np.mean(run.returns or np.nan)) for run in runs]
         for run, mean in zip(runs, returns, strict=True):
             write(run, step, {"charts/final_return": mean})
-            run.writer.file_writer.add_summary(hparams({}, {})[2])
+            run.events.add(step, summary=hparams({}, {})[2])
         if means:
             text = f"mean return of {args.eval_episodes} episodes without exploration"
             print(f"{runs[0].folder}: {text} {np.mean(list(means.values())):.2f}")
@@ -958,7 +1091,9 @@ def run_training(args: Any, start: Callable, evaluate: Callable) -> tuple[Any, l
         progress.close()
         for run in runs:
             run.progress.close()
-            run.writer.close()
+            run.events.flush(close=True)
+            if run.tracked:
+                run.tracked.finish(exit_code=int(sys.exc_info()[0] is not None))
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -1158,7 +1293,7 @@ def train(args: Args) -> Result:
     """Trains an agent, or num_seeds of them, logged under runs/. Raises UsageError before that."""
     check_args(args)
     envs = make_envs(args)
-    check_envs(args.env_id, envs)
+    check_envs(args, envs)
     num_actions, to_env = discrete_actions(envs.single_action_space)
     message = f"env_id {args.env_id}: DQN takes actions Discrete(n)"
     require(num_actions > 0, f"{message}, got {envs.single_action_space}")

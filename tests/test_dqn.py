@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboardX.writer import FileWriter
+from tensorboardX.event_file_writer import EventsWriter
 
 import buffers
 import dqn_jax
@@ -241,7 +241,7 @@ def alone(seed, actions):
 def test_collector_against_environments_stepped_alone(env_id, async_envs):
     n, num_steps, rollouts = 3, 7, 4
     envs = dqn_jax.make_envs(Args(env_id=env_id, num_envs=n, async_envs=async_envs))
-    dqn_jax.check_envs(env_id, envs)
+    dqn_jax.check_envs(Args(env_id=env_id), envs)
     rng = np.random.default_rng(0)
     state, example = dqn_jax.reset_envs(envs, seed=5), dqn_jax.example_transition(envs)
     seen = [[] for _ in range(n)]
@@ -497,16 +497,16 @@ def test_interrupt_keeps_what_was_logged(tmp_path):
 
 
 def test_interrupt_waits_for_a_write(monkeypatch):
-    """A write that Ctrl-C cuts short can leave the writer's queue locked for good."""
-    write, written = FileWriter.add_summary, []
+    """A write that Ctrl-C cuts short would leave half an event, and hide those after it."""
+    write, written = EventsWriter.write_event, []
 
-    def add_summary(self, *args):
-        if not written:
+    def write_event(self, event):
+        if written and written[-1]:  # the first ones are written before training
             signal.raise_signal(signal.SIGINT)
-        write(self, *args)
-        written.append(args)
+        write(self, event)
+        written.append(event.step)
 
-    monkeypatch.setattr(FileWriter, "add_summary", add_summary)
+    monkeypatch.setattr(EventsWriter, "write_event", write_event)
     with pytest.raises(KeyboardInterrupt):
         dqn_jax.train(Args(**SHORT))
     assert written
@@ -555,7 +555,7 @@ def test_disabled_autoreset_is_refused():
         "Counter-v0", 2, "sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
     )
     with pytest.raises(UsageError, match="must be NEXT_STEP or SAME_STEP, got"):
-        dqn_jax.check_envs("Counter-v0", envs)
+        dqn_jax.check_envs(Args(env_id="Counter-v0"), envs)
 
 
 @pytest.mark.parametrize(

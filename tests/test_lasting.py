@@ -56,13 +56,17 @@ def stopped(module, args, step, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "flags", "num_seeds"),
-    [(*script, seeds) for script, seeds in zip(SCRIPTS, (1, 2, 1), strict=True)],
-    ids=IDS,
+    ("module", "flags", "more"),
+    [
+        (*SCRIPTS[0], dict(num_devices=2)),
+        (*SCRIPTS[1], dict(num_seeds=2)),
+        (*SCRIPTS[2], dict()),
+    ],
+    ids=["dqn-2-devices", "per-2-seeds", "ppo"],
 )
-def test_a_compiled_run_goes_on_bit_for_bit(module, flags, num_seeds, monkeypatch):
+def test_a_compiled_run_goes_on_bit_for_bit(module, flags, more, monkeypatch):
     """With evaluations on the way, which must not change anything either."""
-    args = args_of(module, flags, num_seeds=num_seeds)
+    args, num_seeds = args_of(module, flags, **more), more.get("num_seeds", 1)
     whole = module.train(replace(args, checkpoint_interval=0))
     assert not (Path(whole.folder) / "checkpoints").exists()
     shutil.rmtree("runs")
@@ -159,20 +163,80 @@ def test_training_goes_on_where_nothing_can_be_saved(why, capsys, monkeypatch):
         assert [os.path.basename(saved[0])] == list(map(str, found)) == ["512"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_checkpoint_that_does_not_fit_is_not_begun(capsys, monkeypatch):
+    usage = shutil.disk_usage(".")._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    result = ppo_jax.train(args_of(ppo_jax, PPO))
+    assert "training goes on: it takes 0.1 MB, and 0.0 MB are free" in capsys.readouterr().err
+    assert not (Path(result.folder) / "checkpoints").exists()
+
+
+# No file may grow beyond 40 kB: the system refuses to write more, as on a full disk.
+LIMITED = """
+import resource
+import ppo_jax
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+ppo_jax.FLUSH_SECONDS = 0.0
+ppo_jax.main(ppo_jax.train, ppo_jax.Args)
+"""
+
+
+def test_training_goes_on_where_files_cannot_grow(tmp_path):
+    """Events that do not fit are lost; as soon as there is room again they are logged again."""
+    flags = ["--env-id", "phys2d/CartPole-v1", "--total-timesteps", "98304", "--eval-episodes", "1"]
+    flags += ["--log-interval", "512", "--num-envs", "32", "--num-steps", "16"]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *flags],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "logging pauses, training goes on: [Errno 27] File too large" in done.stderr
+    assert "no checkpoint of step 98304, training goes on: " in done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert not dqn_jax.saved_steps(str(folder / "checkpoints"))
+    sizes = [file.stat().st_size for file in folder.glob("events*")]
+    assert len(sizes) >= 2
+    assert max(sizes) <= 40_000
+    scalars, _ = read_events(str(folder))
+    steps = [step for step, _ in scalars["charts/SPS"]]
+    assert steps[0] == 512
+    assert steps[-1] == 98_304
+    assert len(steps) > 150  # of 192
+    assert scalars["charts/final_return"][-1][0] == 98_304
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file left open
+@pytest.mark.parametrize("why", ["file", "full"])
+def test_a_folder_that_cannot_be_written_is_one_line(why, monkeypatch):
+    if why == "file":
+        Path("runs").write_text("")
+    else:
+
+        def fail(self):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(ppo_jax.EventsWriter, "flush", fail)
+    message = "runs/.* must be a folder that can be written: .*Errno"
+    with pytest.raises(ppo_jax.UsageError, match=message):
+        ppo_jax.train(args_of(ppo_jax, PPO))
+
+
+def test_mistakes_when_a_run_goes_on():
+    args = args_of(ppo_jax, PPO, total_timesteps=1_024, checkpoint_interval=0)
+    folder = ppo_jax.train(args).folder
+    for changes, message in (
         (dict(seed=3), "seed 3: the run in .* was started with 1: leave the flag out"),
         (dict(total_timesteps=512), "total_timesteps 512 is less than the 1024 of the run"),
         (dict(resume="nowhere"), "nowhere must be the folder of a run of this script"),
         (dict(), "has no checkpoint that is whole: start the run anew"),
-    ],
-)
-def test_mistakes_when_a_run_goes_on(changes, message):
-    args = args_of(ppo_jax, PPO, total_timesteps=1_024, checkpoint_interval=0)
-    folder = ppo_jax.train(args).folder
-    with pytest.raises(ppo_jax.UsageError, match=message):
-        ppo_jax.train(replace(args, **{"resume": folder, **changes}))
+    ):
+        with pytest.raises(ppo_jax.UsageError, match=message):
+            ppo_jax.train(replace(args, **{"resume": folder, **changes}))
 
 
 @pytest.mark.parametrize("module", [dqn_jax, ppo_jax], ids=["dqn", "ppo"])
