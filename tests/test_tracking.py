@@ -101,7 +101,7 @@ def test_video_and_tracking_without_screen_and_network(module, flags, tmp_path, 
     videos[-1].unlink()
     done = run_script(*flags, folder=tmp_path, script=ROOT / f"{module.__name__}.py")
     assert done.returncode == 0, done.stderr
-    # CartPole's return is its length. The first frame is the reset's, and the reader may round down.
+    # CartPole's return is its length; the first frame is the reset's; the reader may round down.
     if module is not ppo_jax:
         assert frames(videos[-1])[0] - float(done.stdout.split()[-1]) in (0, 1)
 
