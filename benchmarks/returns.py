@@ -34,7 +34,12 @@ from machine import header, table, write_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
-THRESHOLDS = {"CartPole-v1": 475.0, "Acrobot-v1": -100.0, "MountainCar-v0": -110.0}
+THRESHOLDS = {
+    "CartPole-v1": 475.0,
+    "Acrobot-v1": -100.0,
+    "MountainCar-v0": -110.0,
+    "phys2d/CartPole-v1": 475.0,
+}
 EPISODES = 100  # in the mean that a return is here
 RESAMPLES = 2_000
 

@@ -75,6 +75,19 @@ def environments(num_envs: int) -> str:
     return f"{num_envs} environment{'s' if num_envs > 1 else ''}"
 
 
+def compiled(
+    name: str, num_envs: int, num_seeds: int = 1, timesteps: int = 500_000
+) -> Configuration:
+    """One of ours on a functional environment: not CartPole-v1's physics, the same size."""
+    agents = f", {num_seeds} agents" if num_seeds > 1 else ""
+    flags = f"--num-envs {num_envs} --num-seeds {num_seeds} --log-interval 10000"
+    return Configuration(
+        f"{name}, compiled, {environments(num_envs)}{agents}",
+        f"{name}.py --env-id phys2d/CartPole-v1 {flags}",
+        timesteps,
+    )
+
+
 # Where many environments make a run of 500,000 steps one of seconds, it is a longer one.
 CONFIGURATIONS = [
     *(script("dqn_jax", n) for n in (1, 8, 64)),
@@ -85,6 +98,12 @@ CONFIGURATIONS = [
     script("ppo_jax", 64, 2_000_000),
     *(peer("sb3", "ppo", n) for n in (4, 64)),
     *(peer("sbx", "ppo", n) for n in (4, 64)),
+    compiled("dqn_jax", 10),
+    compiled("dqn_jax", 10, num_seeds=10),
+    compiled("per_dqn_jax", 10),
+    compiled("ppo_jax", 4, timesteps=2_000_000),
+    compiled("ppo_jax", 4, num_seeds=10),
+    compiled("ppo_jax", 64, timesteps=5_000_000),
 ]
 
 
@@ -341,12 +360,13 @@ def is_missing(command: str) -> bool:
 
 
 def beside(configuration: Configuration, chosen: list[Configuration]) -> Configuration | None:
-    """Stable-Baselines3's of the same algorithm with the fewest environments, if it is run."""
+    """Stable-Baselines3's, with the same algorithm and the fewest of these environments."""
     peers = [
         c
         for c in chosen
         if "--peer sb3" in c.command
         and algorithm_of(c.command) == algorithm_of(configuration.command)
+        and flag(c.command, "--env-id", "") == flag(configuration.command, "--env-id", "")
     ]
     return min(peers, key=lambda c: num_envs_of(c.command), default=None)
 
