@@ -56,7 +56,6 @@ Array = jax.Array
 State = Any  # a NamedTuple that has at least the fields of RingState
 
 TINY = float(np.finfo(np.float32).tiny)
-EPSILON = float(np.finfo(np.float32).eps)
 
 __all__ = [
     "CircularBuffer",
@@ -611,8 +610,9 @@ def _replay(core: Core, donate: bool) -> Any:
             return
         # Nearly always the first of these numbers tells, which is much faster to look at.
         known = state.tree[-1] if core.set_priorities else state.size
-        concrete = added is None and not isinstance(known, jax.core.Tracer)
-        if concrete and np.asarray(known).item(0) >= enough:
+        if added is not None:  # a new item that is a window of its own
+            known = added * np.int32(layout.window == layout.period == 1)
+        if not isinstance(known, jax.core.Tracer) and np.asarray(known).item(0) >= enough:
             return
         ok = core.drawable(layout, state, added).any()
         if isinstance(ok, np.bool_) and ok:
@@ -630,8 +630,7 @@ def _replay(core: Core, donate: bool) -> Any:
     def init(item: PyTree) -> State:
         return core.empty(layout)._replace(storage=_empty_storage(layout, item))
 
-    def alone(item: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jnp.expand_dims(x, 0), item)
+    alone = jax.jit(lambda item: jax.tree.map(lambda x: jnp.expand_dims(x, 0), item))
 
     def write(state: State, items: PyTree, rows: PyTree, mask: Any = None) -> State:
         new, slot = core.advance(layout, state._replace(storage=()), items, mask)
@@ -875,15 +874,15 @@ def _sums(weights: Array) -> Array:
 
 
 def _choose(sums: Array, target: Array) -> tuple[Array, Array]:
-    """In whose share of `sums` [F, B] `target` [B] lies, 0 to F - 1, and how far in it.
+    """In whose share of `sums` [F, B] `target` [B], 0 or more, lies, 0 to F - 1, and how far in it.
 
-    Never in that of a weight 0; where all are 0 the first.
+    Never in that of a weight 0; where all are 0 the first. A target of the total or more, as
+    rounding makes, lies in the last share.
     """
-    # Below the total, whatever was rounded; of a total of 0, below 0.
-    target = jnp.minimum(target, sums[-1] * (1 - EPSILON) - TINY)
+    is_less = sums < sums[-1:]  # false from the last weight above 0 on
     # One after the other: XLA would give two small reductions to two threads.
-    before = jnp.max(jnp.where(sums <= target[None], sums, 0), axis=0)
-    is_passed = (sums <= before[None]) & (target >= 0)[None]
+    before = jnp.max(jnp.where(is_less & (sums <= target[None]), sums, 0), axis=0)
+    is_passed = is_less & (sums <= before[None])
     return jnp.sum(is_passed, axis=0, dtype=jnp.int32), target - before
 
 

@@ -1,18 +1,18 @@
 """The README: its code and its tables of names run, its flags are those of the scripts."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from test_dqn import ROOT, read_events
 
 import buffers
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_example_runs():
@@ -92,3 +92,20 @@ def test_every_flag_is_in_the_readme():
     for module in (dqn_jax, per_dqn_jax, ppo_jax):
         for name in vars(module.Args()):
             assert f"`--{name.replace('_', '-')}`" in README, name
+
+
+def test_reference_runs_show_what_a_new_run_should_look_like():
+    folders = sorted((ROOT / "runs" / "reference").iterdir())
+    files = [file for folder in folders for file in folder.iterdir()]
+    assert sum(file.stat().st_size for file in files) < 5_000_000
+    found = {tuple(folder.name.split("__")[:2]) for folder in folders}
+    discrete = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "phys2d-CartPole-v1")
+    scripts = ("dqn_jax", "per_dqn_jax", "ppo_jax")
+    wanted = {(env, script) for env in discrete for script in scripts}
+    assert found >= wanted | {("Pendulum-v1", "ppo_jax")}
+    for folder in folders:
+        scalars, _ = read_events(folder)
+        own = "losses/td_loss" if "dqn" in folder.name else "losses/policy_loss"
+        for tag in ("charts/episodic_return", "charts/SPS", "eval/episodic_return", own):
+            assert scalars[tag], (folder.name, tag)
+        assert scalars["charts/SPS"][-1][0] >= 499_000
