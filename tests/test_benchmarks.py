@@ -152,8 +152,11 @@ def test_what_a_configuration_is_told():
     assert training.num_envs_of("ppo_jax.py") == 4
     assert training.num_envs_of("per_dqn_jax.py") == 1
     assert training.flag(command, "--env-id", "B") == "A"
-    base = training.beside(training.Configuration("x", command), training.CONFIGURATIONS)
+    here = training.Configuration("x", "ppo_jax.py --num-envs 64")
+    base = training.beside(here, training.CONFIGURATIONS)
     assert base.name == "Stable-Baselines3 PPO, 4 environments"
+    elsewhere = training.Configuration("x", command)
+    assert training.beside(elsewhere, training.CONFIGURATIONS) is None
     assert len({c.name for c in training.CONFIGURATIONS}) == len(training.CONFIGURATIONS)
 
 
