@@ -41,6 +41,7 @@ Papers. Prioritised replay: Schaul et al. 2016, "Prioritized Experience Replay",
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -414,9 +415,12 @@ def _put(storage: PyTree, slot: Array, rows: PyTree) -> PyTree:
 
 
 def _position(layout: Layout, indices: Array) -> Array:
-    """Where the item of each index stands in `_flat` storage."""
+    """Where the item of each index stands in `_flat` storage, uint32."""
+    # Unsigned, here and in draws: JAX's remainder of what may be negative is a dozen operations,
+    # which XLA repeats for each leaf, and then takes to be enough work for two threads.
+    indices = indices.astype(jnp.uint32)
     cluster, index = indices % layout.clusters, indices // layout.clusters
-    return cluster * layout.capacity + index % layout.capacity
+    return (cluster * layout.capacity + index % layout.capacity).astype(jnp.int32)
 
 
 def _is_held(layout: Layout, cursor: Any, size: Any, index: Any, window: int = 1) -> Any:
@@ -450,6 +454,31 @@ def _flat(leaf: Array) -> Array:
     return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
+def _take(x: Array, i: Array) -> Array:
+    """x[i] for `i` that are all in range."""
+    axes = jax.lax.GatherDimensionNumbers(tuple(range(i.ndim, i.ndim + x.ndim - 1)), (0,), (0,))
+    item = x.shape[1:]
+
+    def gather(x: Array, i: Array) -> Array:
+        index = jax.lax.expand_dims(i, (i.ndim,))
+        return jax.lax.gather(x, index, axes, (1, *item), mode="promise_in_bounds")
+
+    def in_one_thread(x: Array, i: Array) -> Array:
+        i = _once(i.astype(jnp.uint32)).astype(jnp.int32)
+        zero = jnp.minimum(i.reshape(-1)[0], 0)  # which XLA is not to know
+        rows, half = jnp.broadcast_to(zero.astype(x.dtype), i.shape + item), len(i) // 2
+        for start, part in ((zero, i[:half]), (zero + half, i[half:])):
+            rows = jax.lax.dynamic_update_slice_in_dim(rows, gather(x, part), start, axis=0)
+        return rows
+
+    # XLA gives a gather from a large array to several threads of a CPU, however little is gathered,
+    # and to wake them takes longer than that. What it writes to a part of an array, it does in one.
+    large = 2**19  # bytes
+    if i.size < 2 or len(i) < 2 or x.nbytes < large or i.size * x.nbytes // len(x) >= large:
+        return gather(x, i)
+    return jax.lax.platform_dependent(x, i, cpu=in_one_thread, default=gather)
+
+
 def _gather(layout: Layout, ring: State, indices: Array) -> PyTree:
     """The item at each index; in a buffer of sequences the W items from it, on an axis after."""
     _check_state(layout, ring)
@@ -457,7 +486,7 @@ def _gather(layout: Layout, ring: State, indices: Array) -> PyTree:
         steps = layout.envs * layout.clusters * jnp.arange(layout.window)
         indices = jnp.expand_dims(indices, -1) + jnp.expand_dims(steps, range(indices.ndim))
     position = _position(layout, indices)
-    return jax.tree.map(lambda s: _flat(s).at[position].get(mode="promise_in_bounds"), ring.storage)
+    return jax.tree.map(lambda s: _take(_flat(s), position), ring.storage)
 
 
 def _update(
@@ -476,7 +505,7 @@ def _update(
         if indices.ndim != 1:
             raise ValueError(f"update: indices must have shape [B], got {indices.shape}")
         position = _position(layout, indices)
-        new = jax.vmap(fn)(jax.tree.map(lambda x: x[position], items), *args)
+        new = jax.vmap(fn)(jax.tree.map(lambda x: _take(x, position), items), *args)
         _check_items("update: fn's result", state.storage, new, position.shape, "indices, ")
         held = _is_stored(layout, state, indices)
         past_end = layout.rows * layout.clusters
@@ -525,12 +554,47 @@ def _get_and_update(
 # --------------------------------------------------------------------------------- windows, replay
 
 
+def _bits(key: Array, shape: tuple[int, ...]) -> Array:
+    """The numbers of jax.random.bits(key, shape), uint32, in a fifth of its time on a CPU.
+
+    Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+    3"), written out: JAX has a loop over them on a CPU.
+    """
+    partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
+    if jax.random.key_impl(key) != "threefry2x32" or not partitionable:
+        return jax.random.bits(key, shape)
+    first, second = jax.random.key_data(key)
+    keys = first, second, first ^ second ^ np.uint32(0x1BD11BDA)
+    x = jnp.full(math.prod(shape), keys[0])
+    y = jax.lax.iota(np.uint32, x.size) + keys[1]
+    for i in range(5):
+        for left in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x = x + y
+            y = x ^ ((y << left) | (y >> (32 - left)))
+        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return (x ^ y).reshape(shape)
+
+
+def _once(x: Array) -> Array:
+    """`x`, uint32 below 2**31 - 1; XLA computes it once, and not again for each of its uses.
+
+    The remainder changes nothing, but XLA believes that remainders are expensive.
+    """
+    return jax.lax.rem(x, np.uint32(2**31 - 1))
+
+
+def _random(key: Array, shape: tuple[int, ...]) -> Array:
+    """The numbers of jax.random.uniform(key, shape): float32, 0 to below 1."""
+    mantissa = _once(_bits(key, shape) >> 9)
+    one = np.float32(1).view(np.uint32)
+    return jax.lax.bitcast_convert_type(mantissa | one, jnp.float32) - 1
+
+
 def _scaled(bits: Array, bound: Array) -> Array:
-    """[B] int32 in 0 to bound - 1 (0 if bound is 0): floor(bound * r / 2**64).
+    """[B] uint32 in 0 to bound - 1 (0 if bound is 0): floor(bound * r / 2**64).
 
     `r`, `bits` [2, B] uint32, are 64 random bits each, so that no number is favoured by more than
-    bound / 2**64. The product is taken in halves of 16 bits. A third of the random bits and half
-    the time of jax.random.randint.
+    bound / 2**64. The product is taken in halves of 16 bits.
     """
     high, low = bits
     n = bound.astype(jnp.uint32)  # below 2**30
@@ -542,30 +606,33 @@ def _scaled(bits: Array, bound: Array) -> Array:
         return (x >> 16) * (n >> 16) + (high_product >> 16) + (middle >> 16)
 
     carry = (high * n + upper(low)) < upper(low)  # whether that sum passes 2**32
-    return (upper(high) + carry.astype(jnp.uint32)).astype(jnp.int32)
+    return upper(high) + carry.astype(jnp.uint32)
 
 
 def _starts(layout: Layout, cursor: Any, size: Any) -> tuple[Any, Any]:
     """At how many rows a window may start, and the count of the first. JAX or NumPy arrays.
 
     The rows held are counted cursor - size, ..., cursor - 1. A window starts at a multiple of
-    `period` and ends at a row that is held, so it never crosses the write position.
+    `period` and ends at a row that is held, so it never crosses the write position. The count is
+    not taken modulo `layout.modulus`: it may be negative.
     """
     skipped = -(cursor - size) % layout.period
     starts = (size - skipped - layout.window + layout.period) // layout.period
-    return starts * (starts > 0).astype(np.int32), (cursor - size + skipped) % layout.modulus
+    return starts * (starts > 0).astype(np.int32), cursor - size + skipped
 
 
 def _uniform(layout: Layout, state: State, key: Array, batch_size: int) -> tuple[Array, Array]:
     """Indices [B] of windows, each as likely as the others, and their probabilities [B]."""
     starts, first = _starts(layout, state.cursor, state.size)
     total = starts * layout.envs
-    draw = _scaled(jax.random.bits(key, (2, batch_size), jnp.uint32), total)
+    draw = _scaled(_bits(key, (2, batch_size)), total)
+    first = (first + layout.modulus).astype(jnp.uint32)
     row = (first + layout.period * (draw // layout.envs)) % layout.modulus
-    # 1 / total, or 0. As a function of the draw, since XLA would start a second thread for one more
-    # branch of the program, and that takes 60 us.
-    probabilities = jnp.where(draw < total, 1 / jnp.maximum(total, draw + 1).astype(np.float32), 0)
-    return row * layout.envs + draw % layout.envs, probabilities
+    index = (row * layout.envs + draw % layout.envs).astype(jnp.int32)
+    # Of the index, so that this waits for it: XLA starts a second thread for what may be done at
+    # the same time, and that takes 60 us.
+    count = (total + jnp.minimum(index, 0)).astype(np.float32)
+    return index, jnp.where(count > 0, 1 / jnp.maximum(count, 1), 0)
 
 
 def _at_most(x: Any, most: int) -> Any:
@@ -858,7 +925,7 @@ def _tree_set(
             sums = jnp.zeros_like(level).at[: len(children)].set(children.sum(axis=-1))
         else:
             node = node // FANOUT
-            sums = level.at[node].set(children.at[node].get(mode="promise_in_bounds").sum(axis=-1))
+            sums = level.at[node].set(_sums(_take(children, node))[-1])
         levels.append(sums)
     return tuple(levels)
 
@@ -866,24 +933,31 @@ def _tree_set(
 def _sums(weights: Array) -> Array:
     """[F, B], the sums of the first 1, 2, ..., F of each of `weights` [B, F].
 
-    A product with a triangle of ones: faster than cumsum, which XLA makes of many small steps. Each
-    sum adds up the same terms in the same order: where a weight is 0 it equals the one before.
+    Not cumsum, which XLA makes of many small steps. Each sum adds up the same terms in the same
+    order: where a weight is 0 it equals the one before.
     """
-    ones = np.tri(weights.shape[1], dtype=np.float32)
-    return jnp.einsum("fk,bk->fb", ones, weights, precision=jax.lax.Precision.HIGHEST)
+    if weights.shape[1] > FANOUT:
+        ones = np.tri(weights.shape[1], dtype=np.float32)
+        return jnp.einsum("fk,bk->fb", ones, weights, precision=jax.lax.Precision.HIGHEST)
+    sums = [weights[:, 0]]
+    for k in range(1, weights.shape[1]):
+        sums.append(sums[-1] + weights[:, k])
+    return jnp.stack(sums)
 
 
 def _choose(sums: Array, target: Array) -> tuple[Array, Array]:
     """In whose share of `sums` [F, B] `target` [B], 0 or more, lies, 0 to F - 1, and how far in it.
 
     Never in that of a weight 0; where all are 0 the first. A target of the total or more, as
-    rounding makes, lies in the last share.
+    rounding makes, lies in the last share. `sums` may be [F, 1], the same for all.
     """
-    is_less = sums < sums[-1:]  # false from the last weight above 0 on
-    # One after the other: XLA would give two small reductions to two threads.
-    before = jnp.max(jnp.where(is_less & (sums <= target[None]), sums, 0), axis=0)
-    is_passed = is_less & (sums <= before[None])
-    return jnp.sum(is_passed, axis=0, dtype=jnp.int32), target - before
+    # The second is False from the last weight above 0 on.
+    is_passed = (sums <= target[None]) & (sums < sums[-1:])
+    share = jnp.sum(is_passed, axis=0, dtype=jnp.int32)
+    flat, columns = sums.reshape(-1), sums.shape[1]
+    last = jnp.maximum(share - 1, 0) * columns + np.arange(target.size, dtype=np.int32) % columns
+    before = _take(flat, last)
+    return share, target - jnp.where(share > 0, before, 0)
 
 
 def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, Array]:
@@ -892,18 +966,18 @@ def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, 
     Stratified as in Schaul et al. 2016, section 3.3. Returns the positions and their
     probabilities; position 0 and probability 0 if all weights are 0.
     """
-    uniform = jax.random.uniform(key, (-(-len(tree) // LEVELS_PER_DRAW), count))
+    uniform = _random(key, (-(-len(tree) // LEVELS_PER_DRAW), count))
     sums = _sums(tree[-1][None])
     total = sums[-1, 0]
     share = (jnp.arange(count, dtype=jnp.float32) + uniform[0]) / count
     node, target = _choose(sums, share * total)
     for depth, level in enumerate(reversed(tree[:-1]), start=1):
-        sums = _sums(level.reshape(-1, FANOUT).at[node].get(mode="promise_in_bounds"))
+        sums = _sums(_take(level.reshape(-1, FANOUT), node))
         if depth % LEVELS_PER_DRAW == 0:
             target = uniform[depth // LEVELS_PER_DRAW] * sums[-1]
         child, target = _choose(sums, target)
         node = node * FANOUT + child
-    weights = tree[0].at[node].get(mode="promise_in_bounds")
+    weights = _take(tree[0], node)
     # A function of the weights, as well, so that nothing is written before they are read: XLA would
     # copy the tree in a loop that draws and sets. (It drops an optimization_barrier too soon.)
     node = jnp.where(weights >= 0, node, 0)
@@ -977,9 +1051,12 @@ def prioritised_replay(
         layout: Layout, state: PrioritisedState, key: Array, batch_size: int
     ) -> tuple[Array, Array]:
         positions, probabilities = _tree_draw(state.tree, key, batch_size)
-        age = (state.cursor - 1 - positions // layout.envs) % layout.rows  # 0: the newest row
-        row = (state.cursor - 1 - age) % layout.modulus
-        return row * layout.envs + positions % layout.envs, probabilities
+        positions = positions.astype(jnp.uint32)
+        newest = (state.cursor + layout.modulus - 1).astype(jnp.uint32)
+        age = (newest - positions // layout.envs) % layout.rows
+        row = (newest - age) % layout.modulus
+        index = row * layout.envs + positions % layout.envs
+        return index.astype(jnp.int32), probabilities
 
     def drawable(layout: Layout, state: PrioritisedState, added: Any = None) -> Any:
         """Whether a weight is above 0, or there will be a new window."""
@@ -1124,7 +1201,7 @@ def clustered_replay(
         weights = starts.astype(jnp.float32) ** distribution_power
         weights = jnp.where(inner.drawable(layout, state), weights, 0)
         sums = _sums(weights[None])
-        cluster, _ = _choose(sums, jax.random.uniform(cluster_key, (batch_size,)) * sums[-1])
+        cluster, _ = _choose(sums, _random(cluster_key, (batch_size,)) * sums[-1])
         # From every cluster a batch: cheap beside the gather, of which there is one.
         indices, probabilities = jax.vmap(lambda s, k: inner.choose(layout, s, k, batch_size))(
             state, jax.random.split(key, clusters)

@@ -416,3 +416,41 @@ def test_without_donation_the_old_state_stays():
             new = jax.tree.map(np.array, function(state))
             assert_trees_equal(jax.tree.map(np.array, state), before)
             assert any(map(np.any, jax.tree.leaves(jax.tree.map(np.not_equal, new, before))))
+
+
+# ------------------------------------------------------------------------------ gathers, one thread
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2,), (7,), (1, 5), (5, 3)])
+@pytest.mark.parametrize("item", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.bool_])
+def test_a_gather_from_a_large_array_is_a_gather(shape, item, dtype):
+    rows = 2**20
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 2 if dtype == np.bool_ else 200, (rows, *item)).astype(dtype)
+    i = rng.integers(0, rows, shape).astype(np.int32)
+    i = np.where(rng.random(shape) < 0.3, rng.choice([0, rows - 1], shape), i).astype(np.int32)
+    for transformed in (buffers._take, jax.jit(buffers._take)):
+        assert_trees_equal(transformed(jnp.asarray(x), jnp.asarray(i)), x[i])
+    both = jnp.stack([x, x[::-1]])
+    got = jax.vmap(buffers._take)(both, jnp.stack([i, i]))
+    assert_trees_equal(got, np.stack([x[i], x[::-1][i]]))
+
+
+def threads(function, *args):
+    """The operations of the compiled program that XLA gives to several threads."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    several = re.compile(r'outer_dimension_partitions":\["[^]]')
+    return [line for line in text.splitlines() if several.search(line)]
+
+
+@pytest.mark.parametrize("kind", ["items", "streams", "sequences", "prioritised"])
+def test_a_draw_from_large_storage_takes_one_thread(kind):
+    """To wake a second thread takes longer than a draw; XLA goes by what could be drawn."""
+    if not threads(lambda x, i: x[i], jnp.zeros(CAPACITY), jnp.zeros(8, int)):
+        pytest.skip("a machine of one core, or another XLA: it uses one thread anyway")
+    buffer = LARGE[kind](CAPACITY)
+    state, key = jax.eval_shape(buffer.init, ITEM), jax.random.key(0)
+    assert threads(lambda state, key: buffer.sample(state, key, 32), state, key) == []
+    indices = jax.ShapeDtypeStruct((32,), np.int32)
+    assert threads(buffer.get, state, indices) == []
