@@ -598,14 +598,16 @@ def _scaled(bits: Array, bound: Array) -> Array:
     """
     high, low = bits
     n = bound.astype(jnp.uint32)  # below 2**30
+    n_high, n_low = n >> 16, n & 0xFFFF
 
     def upper(x: Array) -> Array:
         """The upper 32 bits of the 64-bit product x * n."""
-        low_product, high_product = (x & 0xFFFF) * (n & 0xFFFF), (x >> 16) * (n & 0xFFFF)
-        middle = (x & 0xFFFF) * (n >> 16) + (low_product >> 16) + (high_product & 0xFFFF)
-        return (x >> 16) * (n >> 16) + (high_product >> 16) + (middle >> 16)
+        low_product, high_product = (x & 0xFFFF) * n_low, (x >> 16) * n_low
+        middle = (x & 0xFFFF) * n_high + (low_product >> 16) + (high_product & 0xFFFF)
+        return (x >> 16) * n_high + (high_product >> 16) + (middle >> 16)
 
-    carry = (high * n + upper(low)) < upper(low)  # whether that sum passes 2**32
+    added = upper(low)
+    carry = (high * n + added) < added  # whether that sum passes 2**32
     return upper(high) + carry.astype(jnp.uint32)
 
 
