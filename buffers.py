@@ -41,7 +41,6 @@ Papers. Prioritised replay: Schaul et al. 2016, "Prioritized Experience Replay",
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -554,25 +553,29 @@ def _get_and_update(
 # --------------------------------------------------------------------------------- windows, replay
 
 
-def _bits(key: Array, shape: tuple[int, ...]) -> Array:
-    """The numbers of jax.random.bits(key, shape), uint32, in a fifth of its time on a CPU.
+def _bits(key: Array, rows: int, count: int) -> list[Array]:
+    """The rows of jax.random.bits(key, (rows, count)), uint32, in a fifth of its time on a CPU.
 
     Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
     3"), written out: JAX has a loop over them on a CPU.
     """
     partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
     if jax.random.key_impl(key) != "threefry2x32" or not partitionable:
-        return jax.random.bits(key, shape)
+        return list(jax.random.bits(key, (rows, count)))
     first, second = jax.random.key_data(key)
     keys = first, second, first ^ second ^ np.uint32(0x1BD11BDA)
-    x = jnp.full(math.prod(shape), keys[0])
-    y = jax.lax.iota(np.uint32, x.size) + keys[1]
-    for i in range(5):
-        for left in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x = x + y
-            y = x ^ ((y << left) | (y >> (32 - left)))
-        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
-    return (x ^ y).reshape(shape)
+
+    def row(start: int) -> Array:
+        x = jnp.full(count, keys[0])
+        y = jax.lax.iota(np.uint32, count) + (keys[1] + np.uint32(start))
+        for i in range(5):
+            for left in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+                x = x + y
+                y = x ^ ((y << left) | (y >> (32 - left)))
+            x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
+        return x ^ y
+
+    return [row(start * count) for start in range(rows)]
 
 
 def _once(x: Array) -> Array:
@@ -583,14 +586,14 @@ def _once(x: Array) -> Array:
     return jax.lax.rem(x, np.uint32(2**31 - 1))
 
 
-def _random(key: Array, shape: tuple[int, ...]) -> Array:
-    """The numbers of jax.random.uniform(key, shape): float32, 0 to below 1."""
-    mantissa = _once(_bits(key, shape) >> 9)
+def _random(key: Array, rows: int, count: int) -> list[Array]:
+    """The rows of jax.random.uniform(key, (rows, count)): float32, 0 to below 1."""
     one = np.float32(1).view(np.uint32)
-    return jax.lax.bitcast_convert_type(mantissa | one, jnp.float32) - 1
+    mantissas = [_once(bits >> 9) | one for bits in _bits(key, rows, count)]
+    return [jax.lax.bitcast_convert_type(bits, jnp.float32) - 1 for bits in mantissas]
 
 
-def _scaled(bits: Array, bound: Array) -> Array:
+def _scaled(bits: Any, bound: Array) -> Array:
     """[B] uint32 in 0 to bound - 1 (0 if bound is 0): floor(bound * r / 2**64).
 
     `r`, `bits` [2, B] uint32, are 64 random bits each, so that no number is favoured by more than
@@ -627,7 +630,7 @@ def _uniform(layout: Layout, state: State, key: Array, batch_size: int) -> tuple
     """Indices [B] of windows, each as likely as the others, and their probabilities [B]."""
     starts, first = _starts(layout, state.cursor, state.size)
     total = starts * layout.envs
-    draw = _scaled(_bits(key, (2, batch_size)), total)
+    draw = _scaled(_bits(key, 2, batch_size), total)
     first = (first + layout.modulus).astype(jnp.uint32)
     row = (first + layout.period * (draw // layout.envs)) % layout.modulus
     index = (row * layout.envs + draw % layout.envs).astype(jnp.int32)
@@ -968,7 +971,7 @@ def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, 
     Stratified as in Schaul et al. 2016, section 3.3. Returns the positions and their
     probabilities; position 0 and probability 0 if all weights are 0.
     """
-    uniform = _random(key, (-(-len(tree) // LEVELS_PER_DRAW), count))
+    uniform = _random(key, -(-len(tree) // LEVELS_PER_DRAW), count)
     sums = _sums(tree[-1][None])
     total = sums[-1, 0]
     share = (jnp.arange(count, dtype=jnp.float32) + uniform[0]) / count
@@ -1203,7 +1206,7 @@ def clustered_replay(
         weights = starts.astype(jnp.float32) ** distribution_power
         weights = jnp.where(inner.drawable(layout, state), weights, 0)
         sums = _sums(weights[None])
-        cluster, _ = _choose(sums, _random(cluster_key, (batch_size,)) * sums[-1])
+        cluster, _ = _choose(sums, _random(cluster_key, 1, batch_size)[0] * sums[-1])
         # From every cluster a batch: cheap beside the gather, of which there is one.
         indices, probabilities = jax.vmap(lambda s, k: inner.choose(layout, s, k, batch_size))(
             state, jax.random.split(key, clusters)
