@@ -414,9 +414,9 @@ def _put(storage: PyTree, slot: Array, rows: PyTree) -> PyTree:
 
 
 def _position(layout: Layout, indices: Array) -> Array:
-    """Where the item of each index stands in `_flat` storage, uint32."""
+    """Where the item of each index stands in `_flat` storage."""
     # Unsigned, here and in draws: JAX's remainder of what may be negative is a dozen operations,
-    # which XLA repeats for each leaf, and then takes to be enough work for two threads.
+    # which XLA repeats for each leaf.
     indices = indices.astype(jnp.uint32)
     cluster, index = indices % layout.clusters, indices // layout.clusters
     return (cluster * layout.capacity + index % layout.capacity).astype(jnp.int32)
