@@ -231,7 +231,8 @@ def _indices(name: str, indices: Any) -> Any:
     array = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name}: indices must be integers, got {array.dtype}")
-    if isinstance(array, np.ndarray):  # of 64 bits: what int32 cannot hold is no index
+    if isinstance(array, np.ndarray):  # what int32 cannot hold is no index
+        array = array.astype(np.int64)
         array = np.where((array < 0) | (array >= 2**31), -1, array)
     return array if array.dtype == np.int32 else array.astype(np.int32)
 
@@ -247,13 +248,6 @@ def _positive(name: str, value: Any) -> int:
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number
-
-
-def _item_like(item: PyTree) -> PyTree:
-    """The ShapeDtypeStruct of each leaf of `item`, Python scalars with JAX's default dtypes."""
-    if not jax.tree.leaves(item):
-        raise ValueError(f"init: the item has no arrays in it, got {item!r}")
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), item)
 
 
 def _check_items(
@@ -291,6 +285,65 @@ def _check_mask(mask: Any, rows: int) -> None:
     given = f"{mask.dtype}{mask.shape}" if hasattr(mask, "dtype") else type(mask).__name__
     if given != f"bool({rows},)":
         raise ValueError(f"add_batch: mask is {given}, expected bool and ({rows},): a flag a row")
+
+
+# --------------------------------------------------------------------------------- xla, on a cpu
+#
+# What is not asked for by what is computed, but by how XLA runs it on a CPU. To wake a second
+# thread takes 60 us, more than most of these functions in all, and XLA does it readily.
+
+
+def _once(x: Array) -> Array:
+    """`x`, uint32 below 2**31 - 1; XLA computes it once, and not again for each of its uses.
+
+    The remainder changes nothing, but XLA believes that remainders are expensive.
+    """
+    return jax.lax.rem(x, np.uint32(2**31 - 1))
+
+
+def _after(x: Array, other: Array) -> Array:
+    """`x`, int32; XLA computes it after `other`."""
+    first = other.reshape(-1)[:1].astype(bool).astype(jnp.int32).sum()
+    return x + jnp.minimum(first, 0)  # 0, which XLA does not know
+
+
+def _few_at_once(fn: Callable[..., Array], index: Array, *trees: PyTree) -> PyTree:
+    """fn(index, leaf of each of `trees`) for all leaves, of which XLA computes few at once.
+
+    Of more than 8 things that could be done at the same time it gives half to a second thread.
+    """
+    leaves, structure = jax.tree.flatten(trees[0])
+    done: list[Array] = []
+    for each in zip(leaves, *map(jax.tree.leaves, trees[1:]), strict=True):
+        if done and len(done) % 4 == 0:
+            index = _after(index, done[-1])
+        done.append(fn(index, *each))
+    return jax.tree.unflatten(structure, done)
+
+
+def _take(x: Array, i: Array) -> Array:
+    """x[i] for `i` that are all in range."""
+    axes = jax.lax.GatherDimensionNumbers(tuple(range(i.ndim, i.ndim + x.ndim - 1)), (0,), (0,))
+    item = x.shape[1:]
+
+    def gather(x: Array, i: Array) -> Array:
+        index = jax.lax.expand_dims(i, (i.ndim,))
+        return jax.lax.gather(x, index, axes, (1, *item), mode="promise_in_bounds")
+
+    def in_one_thread(x: Array, i: Array) -> Array:
+        i = _once(i.astype(jnp.uint32)).astype(jnp.int32)
+        zero = _after(jnp.int32(0), i)
+        rows, half = jnp.broadcast_to(zero.astype(x.dtype), i.shape + item), len(i) // 2
+        for start, part in ((zero, i[:half]), (zero + half, i[half:])):
+            rows = jax.lax.dynamic_update_slice_in_dim(rows, gather(x, part), start, axis=0)
+        return rows
+
+    # XLA gives a gather from a large array to several threads of a CPU, however little is gathered,
+    # and to wake them takes longer than that. What it writes to a part of an array, it does in one.
+    large = 2**19  # bytes
+    if i.size < 2 or len(i) < 2 or x.nbytes < large or i.size * x.nbytes // len(x) >= large:
+        return gather(x, i)
+    return jax.lax.platform_dependent(x, i, cpu=in_one_thread, default=gather)
 
 
 # -------------------------------------------------------------------------------------------- ring
@@ -346,15 +399,8 @@ def _layout(
             f"sequence_length {window} is longer than the {max_size // envs} steps that max_size "
             f"{max_size} keeps of each of {envs} environments: max_size must be at least {least}"
         )
-    return Layout(
-        rows=max_size // envs,
-        envs=envs,
-        window=window,
-        period=period,
-        streams=num_envs is not None,
-        sequences=sequence_length is not None,
-        debug=debug,
-    )
+    streams, sequences = num_envs is not None, sequence_length is not None
+    return Layout(max_size // envs, envs, window, period, streams, sequences, debug)
 
 
 def _empty(layout: Layout) -> RingState:
@@ -363,8 +409,11 @@ def _empty(layout: Layout) -> RingState:
 
 
 def _empty_storage(layout: Layout, item: PyTree) -> PyTree:
+    """For items like `item`, in which Python scalars have JAX's default dtypes."""
+    if not jax.tree.leaves(item):
+        raise ValueError(f"init: the item has no arrays in it, got {item!r}")
     lead = (layout.rows * layout.clusters, layout.envs)
-    return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), _item_like(item))
+    return jax.tree.map(lambda x: jnp.zeros(lead + jnp.shape(x), jnp.result_type(x)), item)
 
 
 def _length(items: PyTree) -> int:
@@ -403,14 +452,17 @@ def _advance(layout: Layout, ring: State, items: PyTree, mask: Any = None) -> tu
     return ring._replace(cursor=cursor, size=jnp.minimum(ring.size + count, layout.rows)), slot
 
 
-def _put(storage: PyTree, slot: Array, rows: PyTree) -> PyTree:
-    """Writes row [L, N, ...] to `slot` [L]."""
-    # A scatter and not dynamic_update_slice: XLA does it in place for a block that wraps, too.
-    return jax.tree.map(
-        lambda s, x: s.at[slot].set(x.astype(s.dtype), mode="drop", unique_indices=True),
-        storage,
-        rows,
-    )
+def _put(storage: PyTree, slot: Array, rows: PyTree, one: bool) -> PyTree:
+    """Writes row [L, N, ...] to `slot` [L]; if `one`, L is 1 and the slot not past the end."""
+
+    def put(slot: Array, s: Array, x: Array) -> Array:
+        x = x.astype(s.dtype)
+        if one:
+            return jax.lax.dynamic_update_slice_in_dim(s, x, slot[0], 0)
+        # A scatter and not dynamic_update_slice: XLA does it in place for a block that wraps, too.
+        return s.at[slot].set(x, mode="drop", unique_indices=True)
+
+    return _few_at_once(put, slot, storage, rows)
 
 
 def _position(layout: Layout, indices: Array) -> Array:
@@ -453,31 +505,6 @@ def _flat(leaf: Array) -> Array:
     return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
-def _take(x: Array, i: Array) -> Array:
-    """x[i] for `i` that are all in range."""
-    axes = jax.lax.GatherDimensionNumbers(tuple(range(i.ndim, i.ndim + x.ndim - 1)), (0,), (0,))
-    item = x.shape[1:]
-
-    def gather(x: Array, i: Array) -> Array:
-        index = jax.lax.expand_dims(i, (i.ndim,))
-        return jax.lax.gather(x, index, axes, (1, *item), mode="promise_in_bounds")
-
-    def in_one_thread(x: Array, i: Array) -> Array:
-        i = _once(i.astype(jnp.uint32)).astype(jnp.int32)
-        zero = jnp.minimum(i.reshape(-1)[0], 0)  # which XLA is not to know
-        rows, half = jnp.broadcast_to(zero.astype(x.dtype), i.shape + item), len(i) // 2
-        for start, part in ((zero, i[:half]), (zero + half, i[half:])):
-            rows = jax.lax.dynamic_update_slice_in_dim(rows, gather(x, part), start, axis=0)
-        return rows
-
-    # XLA gives a gather from a large array to several threads of a CPU, however little is gathered,
-    # and to wake them takes longer than that. What it writes to a part of an array, it does in one.
-    large = 2**19  # bytes
-    if i.size < 2 or len(i) < 2 or x.nbytes < large or i.size * x.nbytes // len(x) >= large:
-        return gather(x, i)
-    return jax.lax.platform_dependent(x, i, cpu=in_one_thread, default=gather)
-
-
 def _gather(layout: Layout, ring: State, indices: Array) -> PyTree:
     """The item at each index; in a buffer of sequences the W items from it, on an axis after."""
     _check_state(layout, ring)
@@ -485,7 +512,7 @@ def _gather(layout: Layout, ring: State, indices: Array) -> PyTree:
         steps = layout.envs * layout.clusters * jnp.arange(layout.window)
         indices = jnp.expand_dims(indices, -1) + jnp.expand_dims(steps, range(indices.ndim))
     position = _position(layout, indices)
-    return jax.tree.map(lambda s: _take(_flat(s), position), ring.storage)
+    return _few_at_once(lambda i, s: _take(_flat(s), i), position, ring.storage)
 
 
 def _update(
@@ -578,14 +605,6 @@ def _bits(key: Array, rows: int, count: int) -> list[Array]:
     return [row(start * count) for start in range(rows)]
 
 
-def _once(x: Array) -> Array:
-    """`x`, uint32 below 2**31 - 1; XLA computes it once, and not again for each of its uses.
-
-    The remainder changes nothing, but XLA believes that remainders are expensive.
-    """
-    return jax.lax.rem(x, np.uint32(2**31 - 1))
-
-
 def _random(key: Array, rows: int, count: int) -> list[Array]:
     """The rows of jax.random.uniform(key, (rows, count)): float32, 0 to below 1."""
     one = np.float32(1).view(np.uint32)
@@ -634,10 +653,9 @@ def _uniform(layout: Layout, state: State, key: Array, batch_size: int) -> tuple
     first = (first + layout.modulus).astype(jnp.uint32)
     row = (first + layout.period * (draw // layout.envs)) % layout.modulus
     index = (row * layout.envs + draw % layout.envs).astype(jnp.int32)
-    # Of the index, so that this waits for it: XLA starts a second thread for what may be done at
-    # the same time, and that takes 60 us.
-    count = (total + jnp.minimum(index, 0)).astype(np.float32)
-    return index, jnp.where(count > 0, 1 / jnp.maximum(count, 1), 0)
+    count = total.astype(np.float32)
+    probability = jnp.where(count > 0, 1 / jnp.maximum(count, 1), 0)
+    return index, jnp.broadcast_to(probability, index.shape)
 
 
 def _at_most(x: Any, most: int) -> Any:
@@ -706,7 +724,8 @@ def _replay(core: Core, donate: bool) -> Any:
 
     def write(state: State, items: PyTree, rows: PyTree, mask: Any = None) -> State:
         new, slot = core.advance(layout, state._replace(storage=()), items, mask)
-        return new._replace(storage=_put(state.storage, slot, rows))
+        one = mask is None and _length(rows) == 1 and not core.arriving
+        return new._replace(storage=_put(state.storage, slot, rows, one))
 
     @partial(jax.jit, **donated)
     def add_jit(state: State, item: PyTree) -> State:
@@ -762,14 +781,8 @@ def _replay(core: Core, donate: bool) -> Any:
 
     get, update = _get_and_update(layout, donate, check_indices, lambda state, indices: indices)
 
-    @jax.jit
-    def size(state: State) -> Array:
-        return state.size.sum() * layout.envs
-
-    @jax.jit
-    def can_sample(state: State) -> Array:
-        return core.drawable(layout, state).any()
-
+    size = jax.jit(lambda state: state.size.sum() * layout.envs)
+    can_sample = jax.jit(lambda state: core.drawable(layout, state).any())
     if not core.arriving:
         add, add_batch = add_jit, add_batch_jit
     functions = (init, add, add_batch, sample, add_and_sample, get, update, size, can_sample)
@@ -846,14 +859,8 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
 
     get, update = _get_and_update(layout, donate, check_indices, index)
 
-    @jax.jit
-    def can_add(state: RingState, n: Any) -> Array:
-        return state.size + n <= max_size
-
-    @jax.jit
-    def can_pop(state: RingState, n: Any) -> Array:
-        return state.size >= n
-
+    can_add = jax.jit(lambda state, n: state.size + n <= max_size)
+    can_pop = jax.jit(lambda state, n: state.size >= n)
     return CircularBuffer(
         ring.init, ring.add, ring.add_batch, pop, get, update, ring.size, can_add, can_pop
     )
@@ -929,7 +936,7 @@ def _tree_set(
         if len(children) <= node.size:  # cheaper to sum them all
             sums = jnp.zeros_like(level).at[: len(children)].set(children.sum(axis=-1))
         else:
-            node = node // FANOUT
+            node = _once(node.astype(jnp.uint32) // FANOUT).astype(jnp.int32)
             sums = level.at[node].set(_sums(_take(children, node))[-1])
         levels.append(sums)
     return tuple(levels)
@@ -1044,13 +1051,10 @@ def prioritised_replay(
         is_start = (k <= count - layout.window) & (row % layout.period == 0)
         new_weight = weight(jnp.where(state.max_priority > 0, state.max_priority, 1))
         positions = row[:, None] % layout.rows * layout.envs + jnp.arange(layout.envs)[None]
-
-        def each(x: Array) -> Array:
-            return jnp.broadcast_to(x[:, None], positions.shape).reshape(-1)
-
+        each = partial(jnp.repeat, repeats=layout.envs)
         weights = each(jnp.where(is_start, new_weight, 0))
         tree = _tree_set(state.tree, positions.reshape(-1), weights, each(changed))
-        return new._replace(tree=tree), slots
+        return new._replace(tree=tree), _after(slots, tree[-1])
 
     def choose(
         layout: Layout, state: PrioritisedState, key: Array, batch_size: int
@@ -1171,10 +1175,8 @@ def clustered_replay(
         """[L] int32."""
         cluster = jnp.asarray(jax.vmap(clustering_fn)(items))
         if cluster.ndim != 1 or not jnp.issubdtype(cluster.dtype, jnp.integer):
-            raise TypeError(
-                "clustering_fn must return one integer, got "
-                f"{cluster.dtype} of shape {cluster.shape[1:]}"
-            )
+            given = f"{cluster.dtype} of shape {cluster.shape[1:]}"
+            raise TypeError(f"clustering_fn must return one integer, got {given}")
         return cluster.astype(jnp.int32)
 
     def arriving(name: str, items: PyTree, mask: Any = None) -> Any:
@@ -1202,30 +1204,26 @@ def clustered_replay(
 
     def choose(layout: Layout, state: State, key: Array, batch_size: int) -> tuple[Array, Array]:
         cluster_key, key = jax.random.split(key)
+        uniform = _random(cluster_key, 1, batch_size)[0]
+        state = state._replace(size=_after(state.size, uniform))
         starts, _ = _starts(layout, state.cursor, state.size)
         weights = starts.astype(jnp.float32) ** distribution_power
         weights = jnp.where(inner.drawable(layout, state), weights, 0)
         sums = _sums(weights[None])
-        cluster, _ = _choose(sums, _random(cluster_key, 1, batch_size)[0] * sums[-1])
-        # From every cluster a batch: cheap beside the gather, of which there is one.
-        indices, probabilities = jax.vmap(lambda s, k: inner.choose(layout, s, k, batch_size))(
-            state, jax.random.split(key, clusters)
-        )
+        cluster, _ = _choose(sums, uniform * sums[-1])
+        # From every cluster a batch, of which each draw takes one: cheap beside the gather.
+        indices, probabilities = jax.vmap(lambda s: inner.choose(layout, s, key, batch_size))(state)
         share = weights / jnp.maximum(sums[-1], TINY)
         b = jnp.arange(batch_size)
         return indices[cluster, b] * clusters + cluster, share[cluster] * probabilities[cluster, b]
 
-    core = Core(layout, empty, advance, choose, inner.drawable, None, arriving)
-    weigh = inner.set_priorities
-    if weigh is None:
-        return _replay(core, donate)
-
     def set_priorities(layout: Layout, state: State, indices: Array, priorities: Array) -> State:
         cluster, index = indices % clusters, indices // clusters
         mine = jnp.where(cluster[None] == jnp.arange(clusters)[:, None], index[None], -1)  # [K, B]
-        return jax.vmap(lambda s, i: weigh(layout, s, i, priorities))(state, mine)
+        return jax.vmap(lambda s, i: inner.set_priorities(layout, s, i, priorities))(state, mine)
 
-    return _replay(core._replace(set_priorities=set_priorities), donate)
+    weigh = set_priorities if inner.set_priorities else None
+    return _replay(Core(layout, empty, advance, choose, inner.drawable, weigh, arriving), donate)
 
 
 # ------------------------------------------------------------------------------------------ n-step
