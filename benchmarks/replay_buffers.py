@@ -548,6 +548,22 @@ def cpprb(buffer: str, item: Any, capacity: int) -> Library | None:
     return Library(replay, calls)
 
 
+def memcpy(buffer: str, item: Any, capacity: int) -> Library | None:
+    """What the machine does at most: as many bytes as are drawn, copied from one place."""
+    if buffer not in ("uniform", "prioritised"):
+        return None
+    size = sum(x.nbytes for x in jax.tree.leaves(item))
+    storage = np.ones((capacity, size), np.uint8)
+    out = np.ones((BATCH, size), np.uint8)
+
+    def copy(s: Any, _: Any, indices: Any, __: Any) -> tuple[Any, Any]:
+        first = indices[0] % (capacity - BATCH)
+        np.copyto(out, storage[first : first + BATCH])
+        return s, 0
+
+    return Library(storage, {"sample 256": copy})
+
+
 BUFFERS = (
     "circular",
     "uniform",
@@ -565,9 +581,10 @@ LIBRARIES: dict[str, Callable[[str, Any, int], Library | None]] = {
     "dejax": dejax,
     "stable_baselines3": stable_baselines3,
     "cpprb": cpprb,
+    "memcpy": memcpy,
 }
-OWN = {"ours", "ours_in_jit", "naive_jax", "naive_numpy"}
-NUMPY = {"naive_numpy", "stable_baselines3", "cpprb"}
+OWN = {"ours", "ours_in_jit", "naive_jax", "naive_numpy", "memcpy"}
+NUMPY = {"naive_numpy", "stable_baselines3", "cpprb", "memcpy"}
 ONLY_FROM_PYTHON = NUMPY | {"ours_in_jit"}  # inside scan all is in jit
 
 
@@ -625,14 +642,15 @@ def measure(
     repetitions: int,
 ) -> dict[str, list[float]]:
     """Microseconds of each repetition of one operation, for each library that has it."""
-    left_out = ONLY_FROM_PYTHON if how is inside_scan else set()
+    left_out = ONLY_FROM_PYTHON - {"memcpy"} if how is inside_scan else set()
     measured = [k for k, v in libraries.items() if operation in v.calls and k not in left_out]
     times: dict[str, list[float]] = {library: [] for library in measured}
 
     def repeat(library: str, count: int) -> float:
         own = libraries[library]
         each = arguments(library, own, capacity, count)
-        state, microseconds = how(own.calls[operation], own.state, each)
+        run = from_python if library == "memcpy" else how
+        state, microseconds = run(own.calls[operation], own.state, each)
         libraries[library] = own._replace(state=state)
         return microseconds
 
@@ -800,8 +818,8 @@ def main() -> None:
     for item_name, capacity in ((i, c) for i in args.item for c in args.capacities):
         item = jax.tree.map(jnp.asarray, ITEMS[item_name])
         size = capacity * sum(x.nbytes for x in jax.tree.leaves(item))
-        if 12 * size > memory_bytes():
-            print(f"left out: {capacity:,} of {item_name} take {12 * size / 1e9:.0f} GB in all")
+        if 13 * size > memory_bytes():
+            print(f"left out: {capacity:,} of {item_name} take {13 * size / 1e9:.0f} GB in all")
             continue
         for buffer in (name for name in BUFFERS if name.startswith(args.only)):
             at = {"buffer": buffer, "item": item_name, "capacity": capacity}
@@ -836,7 +854,7 @@ def main() -> None:
             del made, libraries
             gc.collect()
             if not args.times_only and Path("/proc/self/clear_refs").exists():
-                in_process = [name for name in names if name != "ours_in_jit"]
+                in_process = [name for name in names if name not in ("ours_in_jit", "memcpy")]
                 for name, found in memory_of_each(buffer, item_name, capacity, in_process).items():
                     memory_rows.append(at | {"library": name} | found)
     if costs:
