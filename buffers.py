@@ -447,7 +447,8 @@ def _advance(layout: Layout, ring: State, items: PyTree, mask: Any = None) -> tu
         rank, count = jnp.cumsum(mask, dtype=jnp.int32) - 1, jnp.sum(mask, dtype=jnp.int32)
         keep = mask & (rank >= count - layout.rows)
     past_end = layout.rows * layout.clusters + np.arange(length, dtype=np.int32)
-    slot = jnp.where(keep, (ring.cursor + rank) % layout.rows, past_end)
+    slot = (ring.cursor + rank).astype(jnp.uint32) % layout.rows  # unsigned: see `_position`
+    slot = jnp.where(keep, slot.astype(jnp.int32), past_end)
     cursor = (ring.cursor + count) % layout.modulus
     return ring._replace(cursor=cursor, size=jnp.minimum(ring.size + count, layout.rows)), slot
 
@@ -460,7 +461,10 @@ def _put(storage: PyTree, slot: Array, rows: PyTree, one: bool) -> PyTree:
         if one:
             return jax.lax.dynamic_update_slice_in_dim(s, x, slot[0], 0)
         # A scatter and not dynamic_update_slice: XLA does it in place for a block that wraps, too.
-        return s.at[slot].set(x, mode="drop", unique_indices=True)
+        # Of windows [1, N, ...]: XLA copies the rows first where `s.at[slot]` has it add that axis.
+        windows = jax.lax.ScatterDimensionNumbers(tuple(range(1, s.ndim + 1)), (), (0,))
+        x, at = jnp.expand_dims(x, 1), jnp.expand_dims(slot, 1)
+        return jax.lax.scatter(s, at, x, windows, unique_indices=True, mode="drop")
 
     return _few_at_once(put, slot, storage, rows)
 
@@ -705,8 +709,6 @@ def _replay(core: Core, donate: bool) -> Any:
         if not isinstance(known, jax.core.Tracer) and np.asarray(known).item(0) >= enough:
             return
         ok = core.drawable(layout, state, added).any()
-        if isinstance(ok, np.bool_) and ok:
-            return
         message = (
             f"{name}: nothing to draw, {{size}} steps held and a draw takes {layout.window} "
             f"from a multiple of {layout.period} on, of a priority above 0 if there are any: "

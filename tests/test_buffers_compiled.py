@@ -418,6 +418,18 @@ def test_without_donation_the_old_state_stays():
             assert any(map(np.any, jax.tree.leaves(jax.tree.map(np.not_equal, new, before))))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["circular", "items", "streams", "prioritised"])
+def test_rows_are_written_without_a_copy_of_them(kind, masked):
+    buffer = LARGE[kind](CAPACITY)
+    state = jax.eval_shape(buffer.init, {"image": np.zeros((32, 32, 3), np.float32)})
+    lead = (16, *state.storage["image"].shape[1:2]) if kind == "streams" else (16,)
+    rows = {"image": jax.ShapeDtypeStruct((*lead, 32, 32, 3), np.float32)}
+    mask = [jax.ShapeDtypeStruct((16,), bool)] if masked else []
+    needed = buffer.add_batch.lower(state, rows, *mask).compile().memory_analysis()
+    assert needed.temp_size_in_bytes < 16 * 32 * 32 * 3 * 4 / 2
+
+
 # ------------------------------------------------------------------------------ gathers, one thread
 
 
