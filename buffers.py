@@ -294,12 +294,11 @@ def _check_mask(mask: Any, rows: int) -> None:
 
 
 def _once(x: Array) -> Array:
-    """`x`, 32 bits, not negative; XLA computes it once, and not again for each of its uses.
+    """`x`, uint32 below 2**31 - 1; XLA computes it once, and not again for each of its uses.
 
     The remainder changes nothing, but XLA believes that remainders are expensive.
     """
-    bits = jax.lax.bitcast_convert_type(x, np.uint32)
-    return jax.lax.bitcast_convert_type(jax.lax.rem(bits, np.uint32(2**31 - 1)), x.dtype)
+    return jax.lax.rem(x, np.uint32(2**31 - 1))
 
 
 def _after(x: Array, other: Array) -> Array:
@@ -332,7 +331,7 @@ def _take(x: Array, i: Array) -> Array:
         return jax.lax.gather(x, index, axes, (1, *item), mode="promise_in_bounds")
 
     def in_one_thread(x: Array, i: Array) -> Array:
-        i = _once(i)
+        i = _once(i.astype(jnp.uint32)).astype(jnp.int32)
         zero = _after(jnp.int32(0), i)
         rows, half = jnp.broadcast_to(zero.astype(x.dtype), i.shape + item), len(i) // 2
         for start, part in ((zero, i[:half]), (zero + half, i[half:])):
@@ -939,37 +938,40 @@ def _tree_set(
         if len(children) <= node.size:  # cheaper to sum them all
             sums = jnp.zeros_like(level).at[: len(children)].set(children.sum(axis=-1))
         else:
-            node = _once(node // FANOUT)
+            node = _once(node.astype(jnp.uint32) // FANOUT).astype(jnp.int32)
             sums = level.at[node].set(_sums(_take(children, node))[-1])
         levels.append(sums)
     return tuple(levels)
 
 
-def _sums(weights: Array) -> list[Array]:
-    """[B], the sums of the first 1, 2, ..., FANOUT of each of `weights` [B, FANOUT].
+def _sums(weights: Array) -> Array:
+    """[F, B], the sums of the first 1, 2, ..., F of each of `weights` [B, F].
 
-    Each adds up the same terms in the same order: where a weight is 0 it equals the one before.
+    Not cumsum, which XLA makes of many small steps. Each sum adds up the same terms in the same
+    order: where a weight is 0 it equals the one before.
     """
+    if weights.shape[1] > FANOUT:
+        ones = np.tri(weights.shape[1], dtype=np.float32)
+        return jnp.einsum("fk,bk->fb", ones, weights, precision=jax.lax.Precision.HIGHEST)
     sums = [weights[:, 0]]
-    for k in range(1, FANOUT):
+    for k in range(1, weights.shape[1]):
         sums.append(sums[-1] + weights[:, k])
-    return sums
+    return jnp.stack(sums)
 
 
-def _choose(weights: Array, uniform: Array) -> tuple[Array, Array, Array]:
-    """In whose share of `weights` [F] `uniform` [B] of their sum lies, how far in it, and the sum.
+def _choose(sums: Array, target: Array) -> tuple[Array, Array]:
+    """In whose share of `sums` [F, B] `target` [B], 0 or more, lies, 0 to F - 1, and how far in it.
 
-    Never in that of a weight 0; where all are 0 the first. What rounds to all of it: the last.
+    Never in that of a weight 0; where all are 0 the first. A target of the total or more, as
+    rounding makes, lies in the last share. `sums` may be [F, 1], the same for all.
     """
-    # Not cumsum, which XLA makes of many small steps. As in `_sums`, the order is the same.
-    ones = np.tri(weights.size, dtype=np.float32)
-    sums = jnp.einsum("fk,k->f", ones, weights, precision=jax.lax.Precision.HIGHEST)
-    target = uniform * sums[-1]
     # The second is False from the last weight above 0 on.
-    is_passed = (sums[:, None] <= target[None]) & (sums < sums[-1])[:, None]
+    is_passed = (sums <= target[None]) & (sums < sums[-1:])
     share = jnp.sum(is_passed, axis=0, dtype=jnp.int32)
-    before = jnp.where(share > 0, _take(sums, jnp.maximum(share - 1, 0)), 0)
-    return _once(share), _once(target - before), sums[-1]
+    flat, columns = sums.reshape(-1), sums.shape[1]
+    last = jnp.maximum(share - 1, 0) * columns + np.arange(target.size, dtype=np.int32) % columns
+    before = _take(flat, last)
+    return share, target - jnp.where(share > 0, before, 0)
 
 
 def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, Array]:
@@ -979,19 +981,16 @@ def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, 
     probabilities; position 0 and probability 0 if all weights are 0.
     """
     uniform = _random(key, -(-len(tree) // LEVELS_PER_DRAW), count)
+    sums = _sums(tree[-1][None])
+    total = sums[-1, 0]
     share = (jnp.arange(count, dtype=jnp.float32) + uniform[0]) / count
-    node, target, total = _choose(tree[-1], share)
+    node, target = _choose(sums, share * total)
     for depth, level in enumerate(reversed(tree[:-1]), start=1):
         sums = _sums(_take(level.reshape(-1, FANOUT), node))
         if depth % LEVELS_PER_DRAW == 0:
             target = uniform[depth // LEVELS_PER_DRAW] * sums[-1]
-        child, before = jnp.zeros_like(node), jnp.zeros_like(target)
-        for s in sums[:-1]:  # as in `_choose`
-            is_passed = (s <= target) & (s < sums[-1])
-            child = child + is_passed.astype(np.int32)
-            before = jnp.where(is_passed, s, before)
-        target = _once(target - before)
-        node = _once(_after(node * FANOUT + child, target))  # else XLA repeats what makes a target
+        child, target = _choose(sums, target)
+        node = node * FANOUT + child
     weights = _take(tree[0], node)
     # A function of the weights, as well, so that nothing is written before they are read: XLA would
     # copy the tree in a loop that draws and sets. (It drops an optimization_barrier too soon.)
@@ -1212,10 +1211,11 @@ def clustered_replay(
         starts, _ = _starts(layout, state.cursor, state.size)
         weights = starts.astype(jnp.float32) ** distribution_power
         weights = jnp.where(inner.drawable(layout, state), weights, 0)
-        cluster, _, total = _choose(weights, uniform)
+        sums = _sums(weights[None])
+        cluster, _ = _choose(sums, uniform * sums[-1])
         # From every cluster a batch, of which each draw takes one: cheap beside the gather.
         indices, probabilities = jax.vmap(lambda s: inner.choose(layout, s, key, batch_size))(state)
-        share = weights / jnp.maximum(total, TINY)
+        share = weights / jnp.maximum(sums[-1], TINY)
         b = jnp.arange(batch_size)
         return indices[cluster, b] * clusters + cluster, share[cluster] * probabilities[cluster, b]
 
