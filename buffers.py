@@ -290,14 +290,13 @@ def _check_mask(mask: Any, rows: int) -> None:
 # --------------------------------------------------------------------------------- xla, on a cpu
 #
 # What is not asked for by what is computed, but by how XLA runs it on a CPU. To wake a second
-# thread takes 60 us, more than most of these functions in all, and XLA does it readily.
+# thread takes 60 us, more than most of these functions in all, and XLA does it readily: for half of
+# what it could do at once, if that is more than 8 operations.
 
 
 def _once(x: Array) -> Array:
-    """`x`, uint32 below 2**31 - 1; XLA computes it once, and not again for each of its uses.
-
-    The remainder changes nothing, but XLA believes that remainders are expensive.
-    """
+    """`x`, uint32 below 2**31 - 1; XLA computes it once, and not again for each of its uses."""
+    # The remainder changes nothing, but XLA believes that remainders are expensive.
     return jax.lax.rem(x, np.uint32(2**31 - 1))
 
 
@@ -308,10 +307,7 @@ def _after(x: Array, other: Array) -> Array:
 
 
 def _few_at_once(fn: Callable[..., Array], index: Array, *trees: PyTree) -> PyTree:
-    """fn(index, leaf of each of `trees`) for all leaves, of which XLA computes few at once.
-
-    Of more than 8 things that could be done at the same time it gives half to a second thread.
-    """
+    """fn(index, leaf of each of `trees`) for all leaves, of which XLA computes few at once."""
     leaves, structure = jax.tree.flatten(trees[0])
     done: list[Array] = []
     for each in zip(leaves, *map(jax.tree.leaves, trees[1:]), strict=True):
