@@ -1,39 +1,32 @@
-"""PPO (Schulman et al. 2017) on vectorised Gymnasium environments, in one file beside buffers.py.
-
-"Proximal policy optimization algorithms", arXiv 1707.06347, the clipped variant; advantages of
-Schulman et al. 2016, arXiv 1506.02438; details of Huang et al. 2022, "The 37 implementation details
-of proximal policy optimization". Actions: Discrete, or Box (diagonal Gaussian).
+"""PPO on Gymnasium environments: Schulman et al. 2017, arXiv 1707.06347, the clipped variant.
 
     python ppo_jax.py --env-id CartPole-v1 --num-envs 64
-    tensorboard --logdir runs
+    python ppo_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10
 
-Differs from the papers: an episode that a time limit cuts off is bootstrapped; one that ends is
-not. The statistics that observations are normalised with change only between rollouts.
+An iteration: N environments make S steps with fixed parameters, `train_step` learns from them.
+Ordinary environments are stepped from Python, functional ones are compiled with the learning.
+Actions: Discrete, or a Box [A]. Shape letters: B rows of a batch, A actions or axes of one.
 
-`train` repeats two things: `collect` steps all environments with fixed parameters, `train_step`
-learns from that in one compiled call. It also computes log-probabilities and values, at once and
-not step by step. Shape letters: S steps of a rollout, N environments, B rows of a batch, A actions
-or axes of an action, P parameters.
+Advantages of Schulman et al. 2016, arXiv 1506.02438, and the details of Huang et al. 2022. Differs:
+an episode cut off by a time limit is bootstrapped; running statistics change between rollouts.
 """
 
-import copy
-import importlib.util
+import importlib
 import json
 import math
-import os
-import shutil
+import re
 import signal
 import sys
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import gymnasium as gym
@@ -43,248 +36,70 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.wrappers import RecordVideo
-from gymnasium.wrappers.vector import TransformAction
 from jax.flatten_util import ravel_pytree
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.summary import hparams, text
+from jax.sharding import NamedSharding, PartitionSpec
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
 import buffers
 
-# === shared: choice ===
-# A flag that may be left to the script: --x, --no-x or neither.
-Choice = Annotated[bool | None, tyro.conf.arg(metavar="/ --no-...")]
-# === end shared ===
-
 
 @dataclass(frozen=True)
 class Args:
-    """Flags of a run."""
+    """Flags of the algorithm. Steps are environment steps, of all environments together."""
 
-    # === shared: experiment flags ===
-    exp_name: str = os.path.basename(__file__).removesuffix(".py")
-    """the name of this experiment, part of the name of its folder under runs/"""
-    seed: int = 1
-    """seed of the environments, the exploration, the network and the replay"""
-    env_id: str = "CartPole-v1"
-    """the id of a registered Gymnasium environment; module:id imports the module first"""
-    total_timesteps: int = 500_000
-    """environment steps of all environments together; the last iteration is a whole one"""
-    async_envs: bool = False
-    """step each environment in a process of its own: pays for slow environments only"""
-    log_interval: int = 1_000
-    """environment steps between two points of losses/ and charts/SPS"""
-    compiled: Choice = None
-    """compile environment and training into one program; if not said, where that is possible"""
-    num_seeds: int = 1
-    """agents trained at once, with this seed and the ones after it; compiled only"""
-    num_devices: int = 1
-    """devices to spread the seeds over, or the environments of one agent; compiled only"""
-    checkpoint_interval: int | None = None
-    """environment steps between two checkpoints; if not said one at the end; 0: none at all"""
-    keep_checkpoints: int = 2
-    """how many of the newest checkpoints are kept: where one is damaged, the one before is used"""
-    resume: str | None = None
-    """folder of a run to go on with, to the same total-timesteps or more"""
-    eval_episodes: int = 10
-    """episodes of an evaluation, in which the agent does not explore; 0: no evaluation"""
-    eval_interval: int | None = None
-    """environment steps between two evaluations; if not said one at the end"""
-    evaluate: str | None = None
-    """folder of a run whose newest checkpoint is evaluated, without any training"""
-    capture_video: bool = False
-    """record an episode of each evaluation, an MP4 in videos/ of the run's folder"""
-    track: bool = False
-    """log to Weights & Biases, too"""
-    wandb_project_name: str = "cleanreplay"
-    """project in Weights & Biases"""
-    wandb_entity: str | None = None
-    """team or user in Weights & Biases; if not said that of the login"""
-    # === end shared ===
-    num_envs: int = 4
-    """environments stepped together"""
-    num_steps: int = 128
-    """steps of each environment in a rollout"""
-    num_minibatches: int = 4
-    """gradient steps of an epoch, each on an equal part of the rollout"""
-    update_epochs: int = 4
-    """how many times a rollout is learned from, shuffled anew each time"""
-    learning_rate: float = 2.5e-4
-    """step size of Adam"""
-    anneal_lr: bool = True
-    """let the learning rate go linearly to 0"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of the advantages: 0 trusts the values, 1 the rewards"""
-    norm_adv: bool = True
-    """normalise the advantages of each minibatch to mean 0 and standard deviation 1"""
-    clip_coef: float = 0.2
-    """how far the ratio of new to old probability is followed away from 1"""
-    clip_vloss: bool = True
-    """follow the value no further than clip-coef away from its old one, either"""
-    ent_coef: float = 0.01
-    """weight of the entropy, which is maximised"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """norm that longer gradients are scaled down to"""
-    target_kl: float | None = None
-    """KL divergence from the old policy after which no further epoch is made"""
-    normalize_observations: Choice = None
-    """by their running mean and variance; if not said, where actions are a Box"""
-    normalize_rewards: Choice = None
-    """by the running variance of the discounted return; if not said, where actions are a Box"""
+    total_timesteps: int = 500_000  # steps of training
+    num_envs: int = 4  # environments stepped together
+    num_steps: int = 128  # steps of each environment in a rollout
+    num_minibatches: int = 4  # gradient steps of an epoch, each on an equal part of the rollout
+    update_epochs: int = 4  # how many times a rollout is learned from, shuffled anew each time
+    learning_rate: float = 2.5e-4  # step size of Adam
+    anneal_lr: bool = True  # let the learning rate go linearly to 0
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of the advantages: 0 trusts the values, 1 the rewards
+    norm_adv: bool = True  # normalise the advantages of each minibatch
+    clip_coef: float = 0.2  # how far the ratio of new to old probability is followed away from 1
+    clip_vloss: bool = True  # follow the value no further than clip-coef from its old one, either
+    ent_coef: float = 0.01  # weight of the entropy, which is maximised
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # norm that longer gradients are scaled down to
+    target_kl: float | None = None  # KL divergence from the old policy that ends the epochs
+    normalize_observations: Literal["auto", "yes", "no"] = "auto"  # auto: with Box actions
+    normalize_rewards: Literal["auto", "yes", "no"] = "auto"  # by the deviation of the return
+    clip_rewards: bool = False  # learn from the sign of rewards; the charts show them as they are
 
 
-# === shared: environments ===
-class UsageError(ValueError):
-    """A mistake in the flags, found before any training."""
+def prepare(x: jax.Array) -> jax.Array:
+    """Observations [B, ...] as float32: uint8 images from 36x36 on [B, H, W, C], others [B, F]."""
+    images, x = x.dtype == jnp.uint8, x.astype(jnp.float32)
+    if images and x.ndim in (3, 4):
+        x = x[..., None] if x.ndim == 3 else x
+        x = jnp.moveaxis(x, 1, -1) if x.shape[1] < x.shape[3] else x  # stacked frames are in front
+    x = x / 255 if images else x
+    return x if images and x.ndim == 4 and min(x.shape[1:3]) >= 36 else x.reshape(len(x), -1)
 
 
-def require(ok: bool, message: str) -> None:
-    """Raises UsageError unless `ok`."""
-    if not ok:
-        raise UsageError(message)
+def convolve(x: jax.Array, channels: int, size: int, stride: int) -> jax.Array:
+    """nn.Conv of x [B, H, W, C] as a product: in a loop on a CPU its gradient takes 20 times."""
+    b, h, w, k = len(x), x.shape[1] // stride, x.shape[2] // stride, size // stride
+    x = x[:, : h * stride, : w * stride].reshape(b, h, stride, w, -1).swapaxes(2, 3)
+    x = x.reshape(b, h, w, -1)  # blocks of stride x stride pixels are channels
+    window = [x[:, i : i + h - k + 1, j : j + w - k + 1] for i in range(k) for j in range(k)]
+    return nn.Dense(channels)(jnp.concatenate(window, axis=-1))
 
 
-def functional(envs: VectorEnv) -> Any:
-    """The functional environment behind `envs`, None if there is none or wrappers change it."""
-    spec: Any = envs.spec
-    inner = getattr(envs.unwrapped, "envs", [envs])[0].unwrapped
-    env = copy.copy(getattr(inner, "func_env", None))
-    # Gymnasium puts jitted and batched functions of the instance before the pure ones of the class.
-    for name in ("initial", "transition", "observation", "reward", "terminal") if env else ():
-        vars(env).pop(name, None)
-    return None if spec.additional_wrappers else env
-
-
-def make_envs(args: Any) -> VectorEnv:
-    """The environment's native vector version where that pays, else a sync or an async one.
-
-    If training is to be compiled a single one, for its spaces and its functions.
-    """
-    for name, library in (("capture_video", "moviepy"), ("track", "wandb")):
-        missing = getattr(args, name) and importlib.util.find_spec(library) is None
-        require(not missing, f"{name} needs {library}: pip install {library}")
-    try:
-        module, _, name = args.env_id.rpartition(":")
-        if module:
-            importlib.import_module(module)
-        spec, n, native = gym.spec(name), args.num_envs, "vector_entry_point"
-        if args.compiled is not False and not args.async_envs:
-            envs = gym.make_vec(spec, 1, "sync" if spec.entry_point else native)
-            if functional(envs) is not None:
-                return envs
-            envs.close()
-        ordinary = not args.compiled and args.num_seeds == args.num_devices == 1
-        message = "compiled, num_seeds and num_devices are for functional environments"
-        require(ordinary, f"{message}, which {args.env_id} is not, and not for async_envs")
-        if spec.vector_entry_point and not args.async_envs and (n >= 4 or not spec.entry_point):
-            envs = gym.make_vec(spec, n, native)
-            # Gymnasium 1.4 steps functional environments wrongly: those that did not reset in a
-            # step are put back to where they were.
-            if functional(envs) is None:
-                return envs
-        mode, options = ("async", {"context": "spawn"}) if args.async_envs else ("sync", {})
-        return gym.make_vec(spec, n, mode, vector_kwargs={"copy": False, **options})
-    except (gym.error.Error, ImportError) as error:
-        raise UsageError(f"env_id {args.env_id}: {error}") from error
-
-
-def check_envs(args: Any, envs: VectorEnv) -> None:
-    """Raises UsageError unless `collect` and the networks can work with these environments."""
-    space: Any = envs.single_observation_space
-    box, name = isinstance(space, gym.spaces.Box), f"env_id {args.env_id}"
-    require(box, f"{name}: observations must be a Box, got {space}: wrap it in FlattenObservation")
-    large = not is_image(space.shape, space.dtype) or sorted(space.shape)[-2] >= 36
-    require(large, f"{name}: images must be 36x36 or more, got {space}: use ResizeObservation")
-    mode = envs.metadata.get("autoreset_mode")
-    known = mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
-    require(known, f"{name}: metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP, got {mode}")
-    spec: Any = envs.spec
-    modes = envs.metadata.get("render_modes", []) if spec.entry_point else []
-    ok = not args.capture_video or "rgb_array" in modes
-    require(ok, f"{name}: capture_video takes render mode rgb_array, a single one has {modes}")
-
-
-def check_devices(args: Any, *parts: str) -> None:
-    """Raises UsageError unless the seeds, or these `parts` of one agent, spread over devices."""
-    found = args.num_devices if args.evaluate else jax.local_device_count()
-    message = f"num_devices {args.num_devices}"
-    require(args.num_devices <= found, f"{message} is more than this machine has, {found}")
-    for name in parts if args.num_seeds == 1 else ("num_seeds",):
-        value = getattr(args, name)
-        require(value % args.num_devices == 0, f"{message} must divide {name}, got {value}")
-
-
-def discrete_actions(space: Any) -> tuple[int, Callable | None]:
-    """How many actions a space has, and what makes it [N, ...] of 0 ... n - 1, if anything has to.
-
-    0 if it is neither Discrete nor one integer of a Box, as in Gymnasium's tabular environments.
-    """
-    if isinstance(space, gym.spaces.Discrete):
-        start = int(space.start)
-        return int(space.n), (lambda action: action + start) if start else None
-    if not isinstance(space, gym.spaces.Box) or space.shape != (1,) or space.dtype.kind not in "iu":
-        return 0, None
-    low, high = int(space.low[0]), int(space.high[0])
-    return high - low + 1, lambda action: action.reshape(-1, 1) + low
-
-
-# === end shared ===
-
-
-# === shared: network torso ===
-def is_image(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether an observation is a uint8 image: [H, W], [H, W, C] or [C, H, W]."""
-    return dtype == np.uint8 and len(shape) in (2, 3)
-
-
-class NatureCNN(nn.Module):
-    """Features [B, 512] of images [B, ...], by the convolutions of Mnih et al. 2015."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if x.ndim == 3:
-            x = x[..., None]
-        elif x.shape[1] < x.shape[3]:  # Gymnasium stacks frames in front
-            x = jnp.moveaxis(x, 1, -1)
-        x = x.astype(jnp.float32) / 255.0
-        for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-            x = nn.relu(nn.Conv(channels, (size, size), (stride, stride), padding="VALID")(x))
-        return nn.relu(nn.Dense(512)(x.reshape(x.shape[0], -1)))
-
-
-def flatten_network(network: nn.Module, observation: Any) -> tuple[Callable, Callable, Callable]:
-    """Parameters as one vector [P]: passing an array to a program costs as much as a layer.
-
-    Returns:
-      `init(key)`, which gives them for observations like this one; `unravel(params)`, which makes
-      them what the network takes, best outside of loops; `apply(params, observations)`.
-    """
-    shapes = jax.eval_shape(network.init, jax.random.PRNGKey(0), observation[None])
-    unravel = ravel_pytree(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))[1]
-
-    def init(key: jax.Array) -> jax.Array:
-        return ravel_pytree(network.init(key, observation[None]))[0]
-
-    return init, unravel, lambda params, x: network.apply(unravel(params), x)
-
-
-# === end shared ===
+def nature_cnn(x: jax.Array) -> jax.Array:
+    """Features [B, 512] of images [B, H, W, C], by the convolutions of Mnih et al. 2015."""
+    for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+        x = nn.relu(convolve(x, channels, size, stride))
+    return nn.relu(nn.Dense(512)(x.reshape(len(x), -1)))
 
 
 class ActorCritic(nn.Module):
-    """The actor's output and V(s) [B] of observations [B, ...].
-
-    The output are logits [B, A], or if `gaussian` means and logarithms of standard deviations
-    [B, 2 * A], the latter the same for all observations.
-    """
+    """Logits [B, A], or if `gaussian` means and log deviations [B, 2 * A]; and V(s) [B]."""
 
     num_actions: int
     gaussian: bool
@@ -297,10 +112,10 @@ class ActorCritic(nn.Module):
         def mlp(x: jax.Array) -> jax.Array:
             return nn.tanh(dense(nn.tanh(dense(x, 64, 2**0.5)), 64, 2**0.5))
 
-        if is_image(x.shape[1:], x.dtype):
-            actor = critic = NatureCNN()(x)
+        x = prepare(x)
+        if x.ndim == 4:
+            actor = critic = nature_cnn(x)
         else:
-            x = x.reshape(x.shape[0], -1).astype(jnp.float32)
             actor, critic = mlp(x), mlp(x)
         output, value = dense(actor, self.num_actions, 0.01), dense(critic, 1, 1.0)[:, 0]
         if self.gaussian:
@@ -309,33 +124,16 @@ class ActorCritic(nn.Module):
         return output, value
 
 
-# === shared: transition ===
-class Transition(NamedTuple):
-    """A step of an environment, [...], or of N of them S times, [S, N, ...]."""
+class Step(NamedTuple):
+    """A step of an environment [...], of N of them [N, ...], or those of a rollout [S, N, ...]."""
 
     observation: Any
     action: Any
-    reward: Any  # float32
-    next_observation: Any  # at the end of an episode its true last one
-    terminated: Any  # bool, the episode ended by itself
-    truncated: Any  # bool, it was cut off
-
-
-# === end shared ===
-
-
-# === shared: devices ===
-def shards(args: Any) -> int:
-    """Over how many devices the environments and batches of one agent are spread."""
-    return args.num_devices if args.num_seeds == 1 else 1
-
-
-def over_devices(reduce: Callable, x: Any, args: Any) -> Any:
-    """`reduce`, as jax.lax.psum, of x over these devices."""
-    return reduce(x, "devices") if shards(args) > 1 else x
-
-
-# === end shared ===
+    reward: Any
+    terminated: Any  # the episode ended by itself
+    truncated: Any  # it was cut off
+    is_step: Any  # False after the end of an episode, where the environment only resets
+    next_observation: Any = None  # of a rollout the observation after it [N, ...]
 
 
 class Moments(NamedTuple):
@@ -343,73 +141,39 @@ class Moments(NamedTuple):
 
     mean: jax.Array  # [...]
     variance: jax.Array  # [...]
-    rows: jax.Array  # [] float32, taken in so far
+    rows: jax.Array  # [] taken in so far
 
 
-class Agent(NamedTuple):
-    """All that training changes."""
+class State(NamedTuple):
+    """All that learning changes."""
 
-    params: jax.Array  # [P], see `flatten_network`
+    params: jax.Array  # [P], as one vector: the fewer arrays, the faster the call of a program
     opt_state: optax.OptState
-    queue: buffers.RingState  # of (Transition, mask), each [N, ...]; empty between updates
     observations: Moments | None  # of observations, None if they are not normalised
     returns: Moments | None  # of discounted returns, None if rewards are not normalised
-    discounted_return: jax.Array  # [N], of the episodes that go on
+    discounted: jax.Array  # [N], discounted returns so far of the episodes that go on
 
 
-class Batch(NamedTuple):
-    """What the loss is made of."""
-
-    observation: jax.Array  # [B, ...], normalised
-    action: jax.Array  # [B] int32 or [B, A] float32
-    log_prob: jax.Array  # [B], when it was taken
-    value: jax.Array  # [B], at that time
-    advantage: jax.Array  # [B]
-    mask: jax.Array  # [B] bool, False where a step only reset its environment
+LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
-class Losses(NamedTuple):
-    """Means over a batch, [] each, under the names that their means of an epoch are logged with."""
-
-    value_loss: jax.Array
-    policy_loss: jax.Array
-    entropy: jax.Array
-    old_approx_kl: jax.Array  # minus the mean logarithm of the ratio
-    approx_kl: jax.Array  # the same, estimated with less variance
-    clipfrac: jax.Array  # of ratios that were clipped
+def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean [...] of the rows of x [B, ...] whose mask [B] is set, 0 if there are none."""
+    total = jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(axis=0)
+    return total / jnp.maximum(mask.sum(), 1)
 
 
-class Result(NamedTuple):
-    """What `train` returns."""
-
-    agent: Agent  # with num_seeds > 1 of all of them, [num_seeds, ...]
-    returns: list[float]  # of the last 100 episodes, oldest first; or the mean for each seed
-    folder: str  # where the run was logged; that of the first seed
-
-
-def masked_sum(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Sum [...] of the rows of x [B, ...] whose mask [B] is set."""
-    return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(axis=0)
-
-
-def masked_mean(x: jax.Array, mask: jax.Array, args: Args) -> jax.Array:
-    """Mean [...] of the rows on all devices, 0 if there are none."""
-    total, rows = over_devices(jax.lax.psum, (masked_sum(x, mask), mask.sum()), args)
-    return total / jnp.maximum(rows, 1)
-
-
-def masked_variance(x: jax.Array, mask: jax.Array, args: Args) -> jax.Array:
+def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Their variance [...]."""
-    return masked_mean((x - masked_mean(x, mask, args)) ** 2, mask, args)
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
 
 
-def update_moments(moments: Moments, x: jax.Array, mask: jax.Array, args: Args) -> Moments:
-    """Takes in the rows of x [B, ...] whose mask [B] is set, on all devices."""
-    new = over_devices(jax.lax.psum, mask.sum(), args)
-    rows = moments.rows + new
-    share = new / jnp.maximum(rows, 1)
-    step = masked_mean(x, mask, args) - moments.mean
-    within = (1 - share) * moments.variance + share * masked_variance(x, mask, args)
+def update_moments(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
+    """Takes in the rows of x [B, ...] whose mask [B] is set."""
+    rows = moments.rows + mask.sum()
+    share = mask.sum() / jnp.maximum(rows, 1)
+    step = masked_mean(x, mask) - moments.mean
+    within = (1 - share) * moments.variance + share * masked_variance(x, mask)
     return Moments(moments.mean + share * step, within + share * (1 - share) * step**2, rows)
 
 
@@ -430,32 +194,12 @@ def discounted_sum(x: jax.Array, discount: jax.Array, first: jax.Array, **kwargs
     return jax.lax.scan(step, first, (x, discount), unroll=8, **kwargs)[1]
 
 
-def sample(noise: Any, output: Any) -> Any:
-    """Actions [N] or [N, A] from noise [N, A]: Gumbel noise for logits, normal for a Gaussian."""
-    if output.shape == noise.shape:
-        return (output + noise).argmax(axis=-1)
-    size = noise.shape[-1]
-    return output[:, :size] + np.e ** output[:, size:] * noise
-
-
-def shuffle(key: jax.Array, epochs: int, rows: int) -> jax.Array:
-    """Random orders of rows [epochs, rows], int32.
-
-    Random bits above the number of the row, sorted: a third of what jax.random.permutation takes.
-    """
-    low = (rows - 1).bit_length()
-    numbers = jax.random.bits(key, (epochs, rows)) >> low << low | jnp.arange(
-        rows, dtype=jnp.uint32
-    )
-    return (jnp.sort(numbers, axis=1, stable=False) & (1 << low) - 1).astype(jnp.int32)
-
-
-def evaluate(output: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+def log_prob_and_entropy(output: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [B] of actions [B] int32 or [B, A] float32."""
     if jnp.issubdtype(action.dtype, jnp.integer):
         log_probs = nn.log_softmax(output)
-        # A product and not an index: the gradient of that is a scatter.
-        log_prob = jnp.sum(log_probs * jax.nn.one_hot(action, output.shape[-1]), axis=-1)
+        chosen = jax.nn.one_hot(action, output.shape[-1])  # the gradient of an index is a scatter
+        log_prob = jnp.sum(log_probs * chosen, axis=-1)
         return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
     mean, log_std = jnp.split(output, 2, axis=-1)
     constant = log_std + 0.5 * math.log(2 * math.pi)
@@ -463,1068 +207,514 @@ def evaluate(output: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array
     return log_prob.sum(axis=-1), jnp.sum(constant + 0.5, axis=-1)
 
 
-def gae(
-    rollout: Transition, mask: Any, value: Any, next_value: Any, gamma: float, gae_lambda: float
-) -> jax.Array:
-    """Advantages [S, N], 0 where masked, from V(s) and V(s') [S, N]: Schulman et al. 2016, eq. 16.
+def gae(rollout: Step, value: Any, next_value: Any, gamma: float, gae_lambda: float) -> jax.Array:
+    """Advantages [S, N], 0 where a step only resets, from V(s) and V(s') [S, N].
 
-    The sum of (gamma * lambda)**k * delta[t + k] up to the end of the episode or of the rollout.
-    Where an episode is cut off, delta is bootstrapped from V(s'); where it ends by itself, not.
+    Schulman et al. 2016, eq. 16; bootstrapped from V(s') unless the episode ended by itself.
     """
     bootstrap = jnp.where(rollout.terminated, 0.0, next_value)
-    delta = jnp.where(mask, rollout.reward + gamma * bootstrap - value, 0.0)
-    goes_on = mask & ~(rollout.terminated | rollout.truncated)
-    zeros = jnp.zeros_like(delta[0])
-    return discounted_sum(delta, gamma * gae_lambda * goes_on, zeros, reverse=True)
+    delta = jnp.where(rollout.is_step, rollout.reward + gamma * bootstrap - value, 0.0)
+    goes_on = rollout.is_step & ~(rollout.terminated | rollout.truncated)
+    return discounted_sum(delta, gamma * gae_lambda * goes_on, 0 * delta[0], reverse=True)
 
 
-def normalize_rewards(
-    agent: Agent, rollout: Transition, mask: jax.Array, args: Args
-) -> tuple[Agent, Transition]:
-    """Divides rewards by the standard deviation of the discounted return, up to now included."""
-    if agent.returns is None:
-        return agent, rollout
-    goes_on = mask & ~(rollout.terminated | rollout.truncated)
-    discount = args.gamma * jnp.concatenate([jnp.ones_like(goes_on[:1]), goes_on[:-1]])
-    returns = discounted_sum(rollout.reward, discount, agent.discounted_return)
-    moments = update_moments(agent.returns, returns.reshape(-1), mask.reshape(-1), args)
-    reward = jnp.clip(rollout.reward / jnp.sqrt(moments.variance + 1e-8), -10, 10)
-    agent = agent._replace(returns=moments, discounted_return=goes_on[-1] * returns[-1])
-    return agent, rollout._replace(reward=reward)
+class PPO:
+    """The algorithm, pure functions of a `State`. All that the loops below know of it is here."""
+
+    overlap = False  # rollouts are collected with the newest parameters
+
+    def __init__(self, args: Args, observation: np.ndarray, action_space: Any) -> None:
+        box = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
+        discrete = isinstance(action_space, gym.spaces.Discrete)
+        require(box or discrete, f"PPO takes Discrete actions or a Box [A], not {action_space}")
+        self.args, self.space, self.box = args, action_space, box
+        self.size = args.num_envs * args.num_steps  # steps of an iteration
+        self.shape = args.num_steps, args.num_envs  # S, N
+        require(self.size % args.num_minibatches == 0, "num_minibatches must divide the rollout")
+        num_actions = action_space.shape[0] if box else int(action_space.n)
+        self.greedy = np.zeros(num_actions, np.float32)  # the noise of no exploration
+        action = self.greedy if box else np.int32(0)
+        self.example = Step(observation, action, np.float32(0), *[np.False_] * 3)
+        self.network = ActorCritic(num_actions, box)
+        self.unravel = ravel_pytree(self.network.init(jax.random.PRNGKey(0), observation[None]))[1]
+        clip = optax.clip_by_global_norm(args.max_grad_norm)  # the learning rate is scheduled
+        self.optimizer = optax.chain(clip, optax.scale_by_adam(eps=1e-5))
+
+    def init(self, key: jax.Array) -> State:
+        """The state before training."""
+        args, observation = self.args, self.example.observation
+        params, _ = ravel_pytree(self.network.init(key, observation[None]))
+
+        def moments(flag: str, auto: bool, shape: tuple[int, ...]) -> Moments | None:
+            use = flag == "yes" or (flag == "auto" and auto)
+            return Moments(jnp.zeros(shape), jnp.ones(shape), jnp.float32(0)) if use else None
+
+        floats = self.box and observation.dtype != np.uint8
+        observations = moments(args.normalize_observations, floats, observation.shape)
+        returns, zeros = moments(args.normalize_rewards, self.box, ()), jnp.zeros(args.num_envs)
+        return State(params, self.optimizer.init(params), observations, returns, zeros)
+
+    def restart(self, state: State) -> State:
+        """The state where the environments start anew."""
+        return state._replace(discounted=jnp.zeros_like(state.discounted))
+
+    def schedule(self, steps: np.ndarray) -> dict[str, np.ndarray]:
+        """What changes from one iteration to the next, of those that start at `steps`."""
+        left = np.maximum(1 - steps / self.args.total_timesteps, 0) if self.args.anneal_lr else 1
+        return {"learning_rate": self.args.learning_rate * left * np.ones(len(steps))}
+
+    def explore(self, key: jax.Array, now: dict) -> jax.Array:
+        """The noise of a rollout [S, N, A]: normal for a Gaussian, Gumbel noise for logits."""
+        draw = jax.random.normal if self.box else jax.random.gumbel
+        return draw(key, (*self.shape, *self.greedy.shape))
+
+    def view(self, state: State) -> Any:
+        """What `act` needs of a state."""
+        return state.params, state.observations
+
+    def apply(self, params: jax.Array, observation: Any) -> Any:
+        """The actor's output and V(s) [B] of observations [B, ...] that are normalised."""
+        return self.network.apply(self.unravel(params), observation)
+
+    @partial(jax.jit, static_argnums=0)
+    def act(self, view: Any, observation: Any, noise: Any) -> jax.Array:
+        """Actions [N] or [N, A] with this noise [N, A]."""
+        output, _ = self.apply(view[0], normalize(observation, view[1]))
+        if not self.box:
+            return jnp.argmax(output + noise, axis=-1)
+        mean, log_std = jnp.split(output, 2, axis=-1)
+        return mean + jnp.exp(log_std) * noise
+
+    def to_env(self, action: Any) -> Any:
+        """The environment's actions for those of `act`, which the loss needs as they were drawn."""
+        space = self.space
+        return action.clip(space.low, space.high) if self.box else action + space.start
+
+    def normalize_rewards(self, state: State, rollout: Step) -> tuple[State, Step]:
+        """Divides rewards by the standard deviation of the discounted return up to now."""
+        if state.returns is None:
+            return state, rollout
+        mask, done = rollout.is_step, rollout.terminated | rollout.truncated
+        goes_on = mask & ~done
+        discount = self.args.gamma * jnp.concatenate([jnp.ones_like(goes_on[:1]), goes_on[:-1]])
+        returns = discounted_sum(rollout.reward, discount, state.discounted)
+        moments = update_moments(state.returns, returns.reshape(-1), mask.reshape(-1))
+        reward = jnp.clip(rollout.reward / jnp.sqrt(moments.variance + 1e-8), -10, 10)
+        state = state._replace(returns=moments, discounted=goes_on[-1] * returns[-1])
+        return state, rollout._replace(reward=reward)
+
+    def loss(self, params: jax.Array, step: Step, old: tuple) -> tuple[jax.Array, jax.Array]:
+        """Schulman et al. 2017, eq. 9, to be minimised, of steps [B]; and the means of LOSSES."""
+        args, mask, (old_log_prob, old_value, advantage) = self.args, step.is_step, old
+        output, value = self.apply(params, step.observation)
+        log_prob, entropy = log_prob_and_entropy(output, step.action)
+        target = advantage + old_value
+        if args.norm_adv:
+            deviation = jnp.sqrt(masked_variance(advantage, mask))
+            advantage = (advantage - masked_mean(advantage, mask)) / (deviation + 1e-8)
+        log_ratio = log_prob - old_log_prob
+        ratio = jnp.exp(log_ratio)
+        clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+        error = (value - target) ** 2
+        if args.clip_vloss:
+            near = old_value + jnp.clip(value - old_value, -args.clip_coef, args.clip_coef)
+            error = jnp.maximum(error, (near - target) ** 2)
+        surrogate = jnp.minimum(advantage * ratio, advantage * clipped)
+        is_clipped = jnp.where(jnp.abs(ratio - 1) > args.clip_coef, 1.0, 0.0)
+        # One mean of them all: many small ones would cost as much as the gradient.
+        parts = -surrogate, 0.5 * error, entropy, -log_ratio, ratio - 1 - log_ratio, is_clipped
+        means = masked_mean(jnp.stack(parts, axis=-1), mask)
+        return means[0] + args.vf_coef * means[1] - args.ent_coef * means[2], means
+
+    def train_step(self, state: State, rollout: Step, now: dict, key: jax.Array) -> tuple:
+        """Learns from a rollout [S, N], `update_epochs` times: State, metrics."""
+        args, mask, reward = self.args, rollout.is_step, rollout.reward
+        rollout = rollout._replace(reward=jnp.sign(reward) if args.clip_rewards else reward)
+        state, rollout = self.normalize_rewards(state, rollout)
+
+        def flat(tree: Any) -> Any:
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+        # s' is the s of the row after, at the end of an episode, too.
+        raw = jnp.concatenate([rollout.observation, rollout.next_observation[None]])
+        observation = normalize(raw, state.observations)
+        output, values = self.apply(state.params, flat(observation))
+        values = values.reshape(-1, mask.shape[1])
+        advantage = gae(rollout, values[:-1], values[1:], args.gamma, args.gae_lambda)
+        log_prob, _ = log_prob_and_entropy(output[: mask.size], flat(rollout.action))
+        old = log_prob.reshape(mask.shape), values[:-1], advantage
+        rollout = rollout._replace(observation=observation[:-1], next_observation=None)
+        rows = flat((rollout, old))
+
+        def update(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
+            params, opt_state = carry
+            batch = jax.tree.map(lambda x: x[index], rows)
+            grads, losses = jax.grad(self.loss, has_aux=True)(params, *batch)
+            changes, opt_state = self.optimizer.update(grads, opt_state)
+            return (params - now["learning_rate"] * changes, opt_state), losses
+
+        def epoch(carry: tuple, minibatches: jax.Array) -> tuple[tuple, None]:
+            before, stop = carry
+            nets, losses = jax.lax.scan(update, before[0], minibatches)
+            after = nets, losses.mean(axis=0)
+            after = jax.tree.map(partial(jnp.where, stop), before, after)
+            return (after, stop | (after[1][4] > (args.target_kl or math.inf))), None
+
+        sizes = mask.size, args.update_epochs, args.num_minibatches
+        start = ((state.params, state.opt_state), jnp.zeros(len(LOSSES))), jnp.bool_(False)
+        minibatches = buffers.shuffled_minibatches(key, *sizes)
+        (((params, opt_state), losses), _), _ = jax.lax.scan(epoch, start, minibatches)
+        metrics = {f"losses/{name}": x for name, x in zip(LOSSES, losses, strict=True)}
+        state = state._replace(params=params, opt_state=opt_state)
+        if state.observations is not None:  # not before: actions were taken with the old ones
+            moments = update_moments(state.observations, flat(raw[:-1]), flat(mask))
+            state = state._replace(observations=moments)
+        target = advantage + values[:-1]
+        rest, total = (masked_variance(flat(x), flat(mask)) for x in (advantage, target))
+        explained = jnp.where(total > 0, 1 - rest / total, 0.0)
+        return state, metrics | {"losses/explained_variance": explained}
 
 
-def loss_fn(params: Any, batch: Batch, apply: Callable, args: Args) -> tuple[jax.Array, Losses]:
-    """Schulman et al. 2017, eq. 9 with the minus sign, of a batch [B]; and its parts.
-
-    `apply(params, observations)` gives the actor's output and the value. On several devices this
-    one's part of each: their sum is that of all rows.
-    """
-    rows = over_devices(jax.lax.psum, batch.mask.sum(), args)
-    output, value = apply(params, batch.observation)
-    log_prob, entropy = evaluate(output, batch.action)
-    advantage, low, high = batch.advantage, 1 - args.clip_coef, 1 + args.clip_coef
-    if args.norm_adv:
-        variance = masked_variance(advantage, batch.mask, args) * rows / jnp.maximum(rows - 1, 1)
-        advantage = advantage - masked_mean(advantage, batch.mask, args)
-        advantage /= jnp.sqrt(variance) + 1e-8
-    log_ratio = log_prob - batch.log_prob
-    ratio = jnp.exp(log_ratio)
-    surrogate = jnp.minimum(advantage * ratio, advantage * jnp.clip(ratio, low, high))
-    target = batch.advantage + batch.value
-    error = (value - target) ** 2
-    if args.clip_vloss:
-        step = jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
-        error = jnp.maximum(error, (batch.value + step - target) ** 2)
-    parts = Losses(
-        value_loss=0.5 * error,
-        policy_loss=-surrogate,
-        entropy=entropy,
-        old_approx_kl=-log_ratio,
-        approx_kl=ratio - 1 - log_ratio,
-        clipfrac=(jnp.abs(ratio - 1) > args.clip_coef).astype(jnp.float32),
-    )
-    # One sum of them all: many small ones would cost as much as the gradient.
-    losses = Losses(*jnp.where(batch.mask, jnp.stack(parts), 0).sum(axis=1) / jnp.maximum(rows, 1))
-    value_loss, entropy_loss = args.vf_coef * losses.value_loss, args.ent_coef * losses.entropy
-    return losses.policy_loss - entropy_loss + value_loss, losses
+Algorithm = PPO
 
 
-def train_step(
-    agent: Agent,
-    rollout: Transition,
-    mask: Any,
-    orders: Any,
-    learning_rate: Any,
-    args: Args,
-    queue: buffers.CircularBuffer,
-    apply: Callable,
-    optimizer: optax.GradientTransformation,
-    same_step: bool,
-) -> tuple[Agent, dict[str, jax.Array]]:
-    """Learns from a rollout [S, N], an epoch for each of `orders` [epochs, S * N] of rows."""
-    steps = len(mask)
-    held, (rollout, mask) = queue.pop(queue.add_batch(agent.queue, (rollout, mask)), steps)
-    agent, rollout = normalize_rewards(agent._replace(queue=held), rollout, mask, args)
-
-    def flat(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
-
-    # In NEXT_STEP mode s' is the s of the row after, also at the end of an episode.
-    last = rollout.next_observation if same_step else rollout.next_observation[-1:]
-    observation = normalize(jnp.concatenate([rollout.observation, last]), agent.observations)
-    output, values = apply(agent.params, flat(observation))
-    values = values.reshape(-1, mask.shape[1])
-    value, next_value = values[:steps], values[-steps:]
-    advantage = gae(rollout, mask, value, next_value, args.gamma, args.gae_lambda)
-    log_prob, _ = evaluate(output[: mask.size], flat(rollout.action))
-    log_prob = log_prob.reshape(mask.shape)
-    rows = flat(Batch(observation[:steps], rollout.action, log_prob, value, advantage, mask))
-
-    def update(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
-        params, opt_state = carry
-        batch = jax.tree.map(lambda x: x[index], rows)
-        grads, losses = jax.grad(loss_fn, has_aux=True)(params, batch, apply, args)
-        grads, losses = over_devices(jax.lax.psum, (grads, jnp.stack(losses)), args)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        return (params - learning_rate * updates, opt_state), losses
-
-    def epoch(carry: tuple, order: jax.Array) -> tuple[tuple, None]:
-        def learn(carry: tuple) -> tuple:
-            minibatches = order.reshape(args.num_minibatches, -1)
-            learned, losses = jax.lax.scan(update, carry[:2], minibatches)
-            return *learned, losses.mean(axis=0)
-
-        if args.target_kl is None:
-            return learn(carry), None
-        stop = Losses(*carry[2]).approx_kl > args.target_kl
-        return jax.lax.cond(stop, lambda carry: carry, learn, carry), None
-
-    start = (agent.params, agent.opt_state, jnp.zeros(len(Losses._fields)))
-    (params, opt_state, losses), _ = jax.lax.scan(epoch, start, orders)
-    agent = agent._replace(params=params, opt_state=opt_state)
-    if agent.observations is not None:  # not before: actions were taken with the old ones
-        moments = update_moments(agent.observations, flat(rollout.observation), rows.mask, args)
-        agent = agent._replace(observations=moments)
-    total = masked_variance(rows.advantage + rows.value, rows.mask, args)
-    rest = masked_variance(rows.advantage, rows.mask, args)
-    explained = jnp.where(total > 0, 1 - rest / total, 0.0)
-    metrics = {f"losses/{name}": loss for name, loss in Losses(*losses)._asdict().items()}
-    return agent, metrics | {"losses/explained_variance": explained}
+# === common to all scripts ===
 
 
-# === shared: collector ===
+class UsageError(ValueError):
+    """A mistake in the flags, found before any training."""
+
+
+def require(ok: Any, message: str) -> None:
+    """Raises UsageError unless `ok`."""
+    if not ok:
+        raise UsageError(message)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Flags of the experiment."""
+
+    exp_name: str = Path(__file__).stem  # part of the folder's name
+    env_id: str = "CartPole-v1"  # a registered Gymnasium environment; module:id imports the module
+    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as {"continuous": true}
+    seed: int = 1  # seed of the environments, the exploration, the network and the learning
+    num_seeds: int = 1  # agents trained at once, with this seed and those after it; compiled only
+    num_devices: int = 1  # to spread these over, or the environments of one agent; compiled only
+    log_interval: int = 1_000  # steps between two points of the charts
+    resume: str = ""  # folder of a run to go on with; its flags are the defaults of the others
+    checkpoint_interval: int = 100_000  # steps between two checkpoints; there is one at the end
+    eval_episodes: int = 10  # episodes without exploration at each checkpoint; 0: no evaluation
+    capture_video: bool = False  # record one more episode there
+    track: bool = False  # log to Weights & Biases, too: WANDB_PROJECT, WANDB_ENTITY say where
+
+
 class EnvState(NamedTuple):
     """Where N environments stand between two rollouts."""
 
     observation: Any  # [N, ...]
     resetting: Any  # [N] bool, the next step ignores its action and only resets
-    episode_return: Any  # [N] float64, so far; float32 in a compiled program
-    episode_length: Any  # [N] int64, so far; int32
     inner: Any = None  # [N, ...], the state of a functional environment
+    length: Any = None  # [N], steps of its episode so far
 
 
-def reset_envs(envs: VectorEnv, seed: int, begun: int = 0) -> EnvState:
-    """All environments at the start of an episode, after `begun` steps of a run that goes on.
-
-    Ordinary environments cannot be saved. The episodes that were cut short count in no statistic.
-    """
-    if begun:
-        print("the environments start new episodes")
-    n = envs.num_envs
-    return EnvState(
-        envs.reset(seed=seed + begun)[0], np.zeros(n, bool), np.zeros(n), np.zeros(n, int)
-    )
-
-
-def example_transition(envs: VectorEnv) -> Transition:
-    """Zeros of the shapes and dtypes of one step: uint8 is kept, else int32 and float32."""
-
-    def zeros(space: Any) -> np.ndarray:
-        integer = np.int32 if np.issubdtype(space.dtype, np.integer) else np.float32
-        return np.zeros(space.shape, np.uint8 if space.dtype == np.uint8 else integer)
-
-    observation, action = zeros(envs.single_observation_space), zeros(envs.single_action_space)
-    return Transition(observation, action, np.float32(0), observation, np.False_, np.False_)
-
-
-def collect(
-    envs: VectorEnv, state: EnvState, act: Callable, num_steps: int, example: Transition
-) -> tuple[EnvState, Transition, np.ndarray, list[tuple[float, int]]]:
-    """Takes the actions [N] `act(t, observation)` for t = 0 ... S - 1 in N environments.
-
-    In NEXT_STEP autoreset mode the step after the end of an episode only resets: it is no part of
-    any episode, and its mask is False. The last observation of an episode is what its last step
-    returned. In SAME_STEP mode no step is masked, and that observation is in `info`.
-
-    Returns:
-      The new state; transitions [S, N]; their mask [S, N]; the (return, length) of each episode
-      that ended.
-    """
-    same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    lead = (num_steps, envs.num_envs)
-    rollout = Transition(*(np.empty(lead + x.shape, x.dtype) for x in example))
-    observation, infos = state.observation, []
-    for t in range(num_steps):
-        rollout.observation[t] = observation  # now: the step may write over it
-        rollout.action[t] = action = act(t, observation)
-        observation, reward, terminated, truncated, info = envs.step(action)
-        rollout.reward[t] = reward
-        rollout.terminated[t], rollout.truncated[t] = terminated, truncated
-        infos.append(info)
-    rollout.next_observation[:-1] = rollout.observation[1:]
-    rollout.next_observation[-1] = observation
-    done = rollout.terminated | rollout.truncated
-    mask, resetting = np.ones_like(done), np.zeros_like(done[0])
-    if same_step:
-        for t, i in np.argwhere(done):
-            rollout.next_observation[t, i] = infos[t]["final_obs"][i]
-    else:
-        mask[0], mask[1:], resetting = ~state.resetting, ~done[:-1], done[-1]
-
-    returns, lengths = state.episode_return.copy(), state.episode_length.copy()
-    episodes: list[tuple[float, int]] = []
-    start = 0
-    for end in (np.flatnonzero(done.any(axis=1)) + 1).tolist():
-        returns += rollout.reward[start:end].sum(axis=0)
-        lengths += mask[start:end].sum(axis=0)
-        over, start = done[end - 1], end
-        episodes += zip(returns[over].tolist(), lengths[over].tolist(), strict=True)
-        returns[over] = lengths[over] = 0
-    returns += rollout.reward[start:].sum(axis=0)
-    lengths += mask[start:].sum(axis=0)
-    return EnvState(observation, resetting, returns, lengths), rollout, mask, episodes
-
-
-class Functional(NamedTuple):
-    """A functional environment, and how an agent sees it."""
-
-    env: Any  # gymnasium.experimental.functional.FuncEnv
-    time_limit: int | None  # steps of an episode
-    to_env: Callable  # from an agent's actions [N] to those of N environments
-    example: Transition  # of one step
-
-
-class Episodes(NamedTuple):
-    """Sums over the episodes that ended."""
-
-    ended: jax.Array  # [] int32
-    returns: jax.Array  # [] float32
-    lengths: jax.Array  # [] int32
-
-
-def reset_functional(functional: Functional, key: jax.Array) -> EnvState:
-    """A functional environment at the start of an episode."""
-    env, example = functional.env, functional.example
-    inner, action = env.initial(key), functional.to_env(example.action[None])[0]
-    # Some environments start in other dtypes and shapes than they go on in.
-    inner = jax.tree.map(
-        lambda x, to: jnp.broadcast_to(jnp.asarray(x, to.dtype), to.shape),
-        inner,
-        jax.eval_shape(env.transition, inner, action, key),
-    )
-    observation = jnp.asarray(env.observation(inner, key), example.observation.dtype)
-    return EnvState(observation, jnp.bool_(False), jnp.float32(0), jnp.int32(0), inner)
-
-
-def step_functional(
-    functional: Functional, state: EnvState, action: Any, keys: jax.Array, start: Any
-) -> tuple[EnvState, tuple[jax.Array, jax.Array, jax.Array]]:
-    """A step of a functional environment in NEXT_STEP mode: reward, terminated, truncated.
-
-    `start` is the environment's state if this step has to reset.
-    """
-    env, (key, observation_key) = functional.env, keys
-    goes_on, after = ~state.resetting, env.transition(state.inner, action, key)
-    reward = jnp.reshape(env.reward(state.inner, action, after, key), ()).astype(jnp.float32)
-    reward = jnp.where(goes_on, reward, 0.0)
-    terminated = goes_on & jnp.reshape(env.terminal(after, key), ()).astype(bool)
-    length = state.episode_length + goes_on
-    truncated = length >= functional.time_limit if functional.time_limit else jnp.bool_(False)
-    done = terminated | truncated
-    sums = jnp.where(done, 0.0, state.episode_return + reward), jnp.where(done, 0, length)
-    inner = jax.tree.map(
-        lambda start, x, old: jnp.where(goes_on, x, start).astype(old.dtype),
-        start,
-        after,
-        state.inner,
-    )
-    observation = env.observation(inner, observation_key).astype(state.observation.dtype)
-    return EnvState(observation, done, *sums, inner), (reward, terminated, truncated)
-
-
-def collect_functional(
-    functional: Functional, state: EnvState, act: Callable, num_steps: int, key: jax.Array
-) -> tuple[EnvState, Transition, jax.Array, Episodes]:
-    """What `collect` does, inside a compiled program, of a functional environment."""
-    keys = jax.random.split(key, (num_steps, len(state.resetting), 3))
-    # To draw all starts at once takes a tenth of the time, and memory for a state of each step.
-    size = num_steps * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.inner))
-    initial = jax.vmap(functional.env.initial)
-    starts = jax.vmap(initial)(keys[:, :, 2]) if size < 2**26 else None
-
-    def step(state: EnvState, x: tuple) -> tuple[EnvState, tuple]:
-        t, keys, start = x
-        action = act(t, state.observation)
-        start = initial(keys[:, 2]) if start is None else start
-        after, (reward, terminated, truncated) = jax.vmap(partial(step_functional, functional))(
-            state, functional.to_env(action), keys[:, :2], start
-        )
-        row = Transition(state.observation, action, reward, None, terminated, truncated)
-        return after, (row, ~state.resetting)
-
-    every = (jnp.arange(num_steps), keys, starts)
-    after, (rollout, mask) = jax.lax.scan(step, state, every)
-    following = jnp.concatenate([rollout.observation[1:], after.observation[None]])
-    # What has ended is all that came in, less what goes on.
-    episodes = Episodes(
-        jnp.sum(rollout.terminated | rollout.truncated),
-        state.episode_return.sum() + rollout.reward.sum() - after.episode_return.sum(),
-        state.episode_length.sum() + mask.sum() - after.episode_length.sum(),
-    )
-    return after, rollout._replace(next_observation=following), mask, episodes
-
-
-# === end shared ===
-
-
-# === shared: checkpoints ===
-# What may differ from the flags that a run was started with when it goes on or is evaluated.
-FREE = (
-    *("resume", "evaluate", "total_timesteps", "checkpoint_interval", "keep_checkpoints"),
-    *("eval_episodes", "eval_interval", "log_interval", "async_envs", "capture_video"),
-    *("track", "wandb_project_name", "wandb_entity"),
-)
-
-
-def load_args(args_type: type, folder: str, **changes: Any) -> Any:
-    """The flags that the run in `folder` was started with, and `changes`."""
-    try:
-        with open(os.path.join(folder, "args.json")) as file:
-            return args_type(**json.load(file) | changes)
-    except (OSError, ValueError, TypeError) as error:
-        message = f"{folder} must be the folder of a run of this script, with its args.json: "
-        raise UsageError(f"{message}{error}") from error
-
-
-def save_args(args: Any, folder: str) -> None:
-    """Writes args.json, whole or not at all."""
-    flags = {k: v for k, v in vars(args).items() if k not in ("resume", "evaluate")}
-    path = os.path.join(folder, "args.json")
-    with open(f"{path}.tmp", "w") as file:
-        json.dump(flags, file, indent=2)
-    os.replace(f"{path}.tmp", path)
-
-
-def check_resumed(args: Any, folder: str) -> None:
-    """Raises UsageError unless the run in `folder` can go on, or be evaluated, with these flags."""
-    before = load_args(type(args), folder)
-    for name, value in vars(before).items():
-        message = f"{name} {getattr(args, name)}: the run in {folder} was started with {value}"
-        require(name in FREE or getattr(args, name) == value, f"{message}: leave the flag out")
-    message = f"total_timesteps {args.total_timesteps} is less than the {before.total_timesteps}"
-    ok = args.total_timesteps >= before.total_timesteps
-    require(ok, f"{message} of the run in {folder}: give the same or more")
-
-
-def due(interval: int | None, step: int, steps: int) -> bool:
-    """Whether the last `steps` steps up to `step` crossed a multiple of the interval, if any."""
-    return bool(interval) and step // interval > (step - steps) // interval  # type: ignore
-
-
-def needs_state(args: Any, step: int, steps: int) -> bool:
-    """Whether what is reached at `step` is saved or evaluated: training has to wait for that."""
-    intervals = (args.checkpoint_interval, args.eval_interval)
-    return any(due(interval, step, steps) for interval in intervals)
-
-
-def saved_steps(folder: str) -> list[int]:
-    """The steps of the checkpoints in a folder of them, oldest first."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def checksum(arrays: list[np.ndarray]) -> np.ndarray:
-    """CRC-32: what is read back unharmed in form may still be wrong."""
-    crc = 0
-    for x in arrays:
-        crc = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data, crc)
-    return np.array([crc], np.uint32)
-
-
-def save_checkpoint(args: Any, folder: str, step: int, state: Any, returns: Any) -> None:
-    """Saves the state of training, whole or not at all; a failure is told and training goes on."""
-    folder = os.path.abspath(os.path.join(folder, "checkpoints"))
-    try:
-        for name in os.listdir(folder) if os.path.isdir(folder) else []:
-            if not name.isdigit():  # what a killed run, or a full disk, left half written
-                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
-        arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(state)) if x.size]
-        arrays.append(np.array([[*x, *[np.nan] * (100 - len(x))] for x in returns]))
-        needs, free = sum(x.nbytes for x in arrays), shutil.disk_usage(os.path.dirname(folder)).free
-        if needs > free:  # orbax would fill the disk, and say so in hundreds of lines
-            raise OSError(f"it takes {needs / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
-        # Waits until it is written: the next call of training would write over what is read here.
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            tree = {"arrays": arrays, "checksum": checksum(arrays)}
-            checkpointer.save(os.path.join(folder, str(step)), tree, force=True)
-        saved = saved_steps(folder)
-        older = [x for x in saved if x <= step][: -args.keep_checkpoints]
-        for x in older + [x for x in saved if x > step]:  # later: they were found to be damaged
-            shutil.rmtree(os.path.join(folder, str(x)))
-    except Exception as error:  # tensorstore raises many kinds
-        print(f"no checkpoint of step {step}, training goes on: {error}", file=sys.stderr)
-
-
-def load_checkpoint(folder: str, like: Any) -> tuple[int, Any, list[list[float]]]:
-    """Step, state and returns of the newest checkpoint that is whole; a state is like `like`."""
-    path = os.path.abspath(os.path.join(folder, "checkpoints"))
-    shapes, structure = jax.tree.flatten(like)
-    for step in reversed(saved_steps(path)):
-        try:
-            with ocp.PyTreeCheckpointer() as checkpointer:
-                tree = checkpointer.restore(os.path.join(path, str(step)))
-            if (checksum(tree["arrays"]) != tree["checksum"]).any():
-                raise ValueError("the checksum is another one")
-            *arrays, returns = tree["arrays"]
-            rest = iter(arrays)
-            leaves = [next(rest) if x.size else np.zeros(x.shape, x.dtype) for x in shapes]
-            for i, (x, wanted) in enumerate(zip(leaves, shapes, strict=True)):
-                if (x.shape, x.dtype) != (wanted.shape, wanted.dtype):
-                    raise ValueError(f"array {i} is {x.dtype}{x.shape}, not {wanted}")
-            return (
-                step,
-                jax.tree.unflatten(structure, leaves),
-                [x[x == x].tolist() for x in returns],
-            )
-        except Exception as error:
-            message = f"checkpoint {os.path.join(path, str(step))} is damaged and skipped"
-            print(f"{message}: {error}", file=sys.stderr)
-    message = f"{folder} has no checkpoint that is whole: start the run anew"
-    raise UsageError(f"{message} (num_seeds > 1: they are in the folder of the first seed)")
-
-
-class Greedy(NamedTuple):
-    """How an agent acts when it is evaluated."""
-
-    view: Callable  # from an agent to what acting takes of it
-    act: Callable  # from that and observations [N, ...] to actions [N]
-    to_env: Callable | None  # from these to the environment's
-
-
-def evaluator(args: Any, greedy: Greedy, functional: Any) -> Callable:
-    """What evaluates a state of training, given a folder and the step for a video.
-
-    It returns the returns of eval_episodes episodes for each agent, [[]] of floats, and the file
-    with a video of the first agent if there is one.
-    """
-    act, limit = jax.jit(greedy.act), 10_000  # some episodes would never end
-    first_seed = args.seed + 1_000_000  # that training does not use; the same at each evaluation
-
-    def play(view: Any, episodes: int, **options: Any) -> list[float]:
-        """Returns of episodes one after the other; `options` for the environment."""
-        spec: Any = copy.copy(gym.spec(args.env_id.rpartition(":")[2]))
-        spec.max_episode_steps = spec.max_episode_steps or limit
-        mode, returns = "sync" if spec.entry_point else "vector_entry_point", []
-        envs = gym.make_vec(spec, 1, mode, **options)
-        with closing(TransformAction(envs, greedy.to_env) if greedy.to_env else envs) as envs:
-            for episode in range(episodes):
-                observation, _ = envs.reset(seed=first_seed + episode)
-                total, done = 0.0, False
-                while not done:
-                    action = np.asarray(act(view, observation))
-                    observation, reward, terminated, truncated, _ = envs.step(action)
-                    total, done = total + float(reward[0]), bool(terminated[0] | truncated[0])
-                returns.append(total)
-        return returns
-
-    def record(view: Any, folder: str) -> str | None:
-        """Plays the first episode for a video of at most 1,000 frames; a failure is told."""
-        options: dict[str, Any] = dict(
-            video_folder=folder, name_prefix="evaluation", video_length=1_000
-        )
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame needs no screen
-        try:
-            play(view, 1, render_mode="rgb_array", wrappers=[partial(RecordVideo, **options)])
-        except Exception as error:  # of the environment, the encoder or the disk
-            tqdm.write(f"no video in {folder}, the run goes on: {error}", file=sys.stderr)
-            return None
-        return os.path.join(folder, "evaluation-episode-0.mp4")
-
-    def one(view: Any, seed: jax.Array) -> jax.Array:
-        """An episode in each of eval_episodes functional environments."""
-        n, (reset_key, key) = args.eval_episodes, jax.random.split(jax.random.PRNGKey(seed))
-        keys = jax.random.split(reset_key, n)
-        envs = jax.vmap(partial(reset_functional, functional))(keys)
-
-        def step(carry: tuple) -> tuple:
-            t, envs, over, total = carry
-            keys = jax.random.split(jax.random.fold_in(key, t), (n, 2))
-            action = functional.to_env(greedy.act(view, envs.observation))
-            after, (reward, _, _) = jax.vmap(partial(step_functional, functional))(
-                envs, action, keys, envs.inner
-            )
-            return t + 1, after, over | after.resetting, total + jnp.where(over, 0.0, reward)
-
-        carry = (0, envs, jnp.zeros(n, bool), jnp.zeros(n))
-        return jax.lax.while_loop(lambda c: ~c[2].all() & (c[0] < limit), step, carry)[3]
-
-    compiled = jax.jit(jax.vmap(one))
-
-    def evaluate(state: Any, folder: str, step: int) -> tuple[list[list[float]], str | None]:
-        if functional is None:
-            view = jax.device_put(greedy.view(state))
-            returns = [play(view, args.eval_episodes)]
-        else:
-            views = jax.tree.map(lambda x: x[: args.num_seeds], greedy.view(state.agent))
-            seeds = np.arange(args.num_seeds) + first_seed
-            returns = np.asarray(compiled(views, seeds.astype(np.uint32))).tolist()
-            view = jax.tree.map(lambda x: x[0], views)
-        folder = os.path.join(folder, "videos", str(step))
-        return returns, record(view, folder) if args.capture_video else None
-
-    return evaluate
-
-
-# === end shared ===
-
-
-# === shared: run ===
-METRICS = ("charts/final_return", "eval/episodic_return")  # of TensorBoard's table of runs
-FLUSH_SECONDS = 10.0
-
-
-class EventFile:
-    """TensorBoard's file of a run. Where it cannot be written, training goes on without.
-
-    SummaryWriter writes in a thread of its own: a full disk ends that, and training would wait for
-    it for ever.
-    """
-
-    def __init__(self, folder: str, suffix: str = "") -> None:
-        self.path, self.suffix = os.path.join(folder, "events"), suffix
-        self.file: EventsWriter | None = None
-        self.open()
-
-    def open(self) -> None:
-        """Starts a file. Raises OSError if it cannot be written."""
-        self.flushed = time.time()
-        file = EventsWriter(self.path, self.suffix)
-        file.flush()
-        self.file = file
-
-    def add(self, step: int, **content: Any) -> None:
-        """Writes an event, such as one with a `summary`."""
-        now = time.time()
-        try:
-            if self.file is None and now - self.flushed >= FLUSH_SECONDS:
-                self.open()  # the last event of the file before may be cut off
-            if self.file:
-                self.file.write_event(Event(wall_time=now, step=step, **content))
-                if now - self.flushed >= FLUSH_SECONDS:
-                    self.flush()
-        except OSError as error:
-            self.fail(error)
-
-    def flush(self, close: bool = False) -> None:
-        """Writes what is buffered."""
-        self.flushed = time.time()
-        try:
-            if self.file:
-                self.file.close() if close else self.file.flush()
-        except OSError as error:
-            self.fail(error)
-
-    def fail(self, error: OSError) -> None:
-        """Gives the file up; `add` will try another one."""
-        if self.file:
-            tqdm.write(f"{self.path}: logging pauses, training goes on: {error}", file=sys.stderr)
-        self.file = None
-
-
-class Run(NamedTuple):
-    """What a run is logged with."""
-
-    folder: str
-    events: EventFile
-    tracked: Any  # the same run in Weights & Biases, or None
-    progress: tqdm
-    returns: deque[float]  # of the last 100 episodes, oldest first
-    start_time: float  # in seconds
-    first: int  # environment steps before that
-    interrupts: list[int]  # signals that ask to stop
-
-
-def run_folders(args: Any) -> list[str]:
-    """A folder under runs/ for each seed; those of before if a run goes on."""
-    seeds = range(args.seed, args.seed + args.num_seeds)
-    if args.resume:
-        first = os.path.normpath(args.resume)
-        head, _, end = first.rpartition(f"__{args.seed}__")
-        return [first] + [f"{head}__{seed}__{end}" for seed in seeds[1:]]
-    name, end = f"{args.env_id}__{args.exp_name}".replace("/", "-").replace(":", "-"), ""
-    while True:  # the same run may be started twice within a second
-        stamp = f"{int(time.time())}{end}"
-        folders = [os.path.join("runs", f"{name}__{seed}__{stamp}") for seed in seeds]
-        if not any(map(os.path.exists, folders)):
-            return folders
-        end += "_"
-
-
-def track(args: Any, folder: str) -> Any:
-    """The run of that folder in Weights & Biases, None if not asked for."""
-    if not args.track:
-        return None
-    import wandb
-
-    name = os.path.basename(folder)
-    try:
-        tracked = wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            id=name,
-            name=name,
-            config=vars(args),
-            save_code=True,
-            resume="allow",
-            reinit="create_new",  # one for each seed
-        )
-    except wandb.Error as error:
-        raise UsageError(f"track: {error}") from error
-    tracked.define_metric("*", step_metric="global_step")
-    return tracked
-
-
-def start_run(args: Any, folder: str, first: int, returns: list[float], quiet: bool) -> Run:
-    """Makes the folder with the flags in it, and a progress bar on a terminal."""
-    # Ctrl-C is taken between iterations: within a write it could leave an event half written.
-    interrupts: list[int] = []
-
-    def interrupt(signum: int, _: Any) -> None:
-        interrupts.append(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second stops at once
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, interrupt)
-    tracked = track(args, folder)
-    try:
-        os.makedirs(folder, exist_ok=True)
-        save_args(args, folder)
-        events = EventFile(folder, f".{first}" if args.resume else "")
-    except OSError as error:
-        raise UsageError(f"{folder} must be a folder that can be written: {error}") from error
-    if args.resume:  # TensorBoard drops what was logged after the checkpoint
-        events.add(first + 1, file_version="brain.Event:2")
-        events.add(first + 1, session_log=SessionLog(status=SessionLog.START))
-    rows = "\n".join(f"|{field.name}|{getattr(args, field.name)}|" for field in fields(args))
-    table = text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    for summary in (table, *hparams(vars(args), dict.fromkeys(METRICS))[:2]):
-        events.add(first, summary=summary)
-    total, disable = args.total_timesteps, quiet or None
-    progress = tqdm(total=total, initial=first, unit=" steps", disable=disable, dynamic_ncols=True)
-    recent = deque(returns, maxlen=100)
-    return Run(folder, events, tracked, progress, recent, time.time(), first, interrupts)
-
-
-def write(run: Run, step: int, values: dict[str, float]) -> None:
-    """One event with all values, in Weights & Biases as well."""
-    values = {tag: float(x) for tag, x in values.items()}
-    points = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()]
-    run.events.add(step, summary=Summary(value=points))
-    if run.tracked:
-        run.tracked.log({**values, "global_step": step})
-
-
-def log(run: Run, args: Any, step: int, steps: int, episodes: list, metrics: dict) -> None:
-    """Logs what the last `steps` environment steps up to `step` gave.
-
-    Of the episodes that ended in them the mean, at once. The metrics when log_interval is crossed:
-    to read them is to wait for the device. Raises KeyboardInterrupt if asked to stop.
-    """
-    values: dict[str, float] = {}
-    if episodes:
-        returns, lengths = zip(*episodes, strict=True)
-        run.returns.extend(returns)
-        values["charts/episodic_return"] = sum(returns) / len(returns)
-        values["charts/episodic_length"] = sum(lengths) / len(lengths)
-    if due(args.log_interval, step, steps):
-        values |= jax.device_get(metrics)
-        values["charts/SPS"] = int((step - run.first) / (time.time() - run.start_time))
-        if run.returns:
-            mean = sum(run.returns) / len(run.returns)
-            run.progress.set_postfix_str(f"return {mean:.1f}", refresh=False)
-    if values:
-        write(run, step, values)
-    run.progress.update(steps)
-    if run.interrupts:
-        raise KeyboardInterrupt
-
-
-def run_training(args: Any, start: Callable, evaluate: Callable) -> tuple[Any, list[float], str]:
-    """Logs what training gives, for each of num_seeds runs, and returns what a Result is of.
-
-    `start(restore)` is a generator. With the state of training, or its shapes, it calls `restore`
-    for the environment steps and the state to start from, (0, None) for a new run. It gives
-    environment steps so far, how many are new, and for each run the episodes that ended in these
-    and the metrics; and a function that returns the state of training. First of all it gives where
-    it starts, and where `needs_state` it does not go on before it is asked to.
-    """
-    found: tuple = (0, None, [[]] * args.num_seeds)
-    folder = args.resume or args.evaluate
-
-    def restore(like: Any) -> tuple[int, Any]:
-        nonlocal found
-        if folder:
-            found = load_checkpoint(folder, like)
-        return found[:2]
-
-    if folder:
-        check_resumed(args, folder)
-    progress, runs = start(restore), []
-    try:
-        step, *_, state = next(progress)
-        if args.evaluate:
-            scores, _ = evaluate(state(), args.evaluate, step)
-            return state(), scores[0], args.evaluate
-        if args.resume:
-            print(f"{folder} goes on from step {step}")
-        saved, evaluated = step if args.resume else None, None
-        for i, name in enumerate(run_folders(args)):
-            flags = replace(args, seed=args.seed + i)
-            runs.append(start_run(flags, name, step, found[2][i], i > 0))
-
-        def save() -> int:
-            for run in runs:  # what is not written would be missing if the run goes on from here
-                run.events.flush()
-            save_checkpoint(args, runs[0].folder, step, state(), [run.returns for run in runs])
-            return step
-
-        def evaluate_all() -> int:
-            scores, video = evaluate(state(), runs[0].folder, step)
-            for i, (run, returns) in enumerate(zip(runs, scores, strict=True)):
-                means[i] = float(np.mean(returns))
-                write(run, step, {"eval/episodic_return": means[i]})
-            if video and runs[0].tracked:
-                import wandb
-
-                film = wandb.Video(video, format="mp4")
-                runs[0].tracked.log({"eval/video": film, "global_step": step})
-            return step
-
-        means: dict[int, float] = {}
-        for step, steps, episodes, metrics, state in progress:  # noqa: B007
-            for i, run in enumerate(runs):
-                log(run, args, step, steps, episodes[i], metrics[i])
-            if due(args.checkpoint_interval, step, steps):
-                saved = save()
-            if args.eval_episodes and due(args.eval_interval, step, steps):
-                evaluated = evaluate_all()
-        if args.checkpoint_interval != 0 and saved != step:
-            save()
-        if args.eval_episodes and evaluated != step:
-            evaluate_all()
-        returns = [float(np.mean(run.returns or np.nan)) for run in runs]
-        for run, mean in zip(runs, returns, strict=True):
-            write(run, step, {"charts/final_return": mean})
-            run.events.add(step, summary=hparams({}, {})[2])
-        if means:
-            text = f"mean return of {args.eval_episodes} episodes without exploration"
-            print(f"{runs[0].folder}: {text} {np.mean(list(means.values())):.2f}")
-        return state(), returns if len(runs) > 1 else list(runs[0].returns), runs[0].folder
-    finally:
-        progress.close()
-        for run in runs:
-            run.progress.close()
-            run.events.flush(close=True)
-            if run.tracked:
-                run.tracked.finish(exit_code=int(sys.exc_info()[0] is not None))
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def parse(args_type: type) -> Any:
-    """The flags of the command line."""
-    choices = {f"--{f.name}".replace("_", "-") for f in fields(args_type) if f.type is Choice}
-    words: list[str] = []
-    for word in sys.argv[1:]:  # tyro wants a value where None is one
-        name = word.replace("--no-", "--")
-        words += [name, str(word == name)] if name in choices else [word]
-    args: Any = tyro.cli(args_type, description=__doc__, args=words)
-    folder = args.resume or args.evaluate
-    if not folder:
-        return args
-    # The flags of that run are the defaults. Of an evaluation the environments are not used.
-    before = load_args(args_type, folder, **({"async_envs": False} if args.evaluate else {}))
-    return tyro.cli(args_type, description=__doc__, args=words, default=before)
-
-
-def main(train: Callable[[Any], Any], args_type: type) -> None:
-    """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
-    # A call as small as that of acting costs 12 us in this thread and 41 us in another one.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    try:
-        args = parse(args_type)
-        result = train(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted: what was logged is kept", file=sys.stderr)
-        sys.exit(130)
-    returns = np.sort(result.returns or [np.nan])
-    n, mean, std = len(result.returns), returns.mean(), returns.std()
-    if args.evaluate:
-        print(f"{result.folder}: mean return of {n} episodes {mean:.2f} +- {std:.2f}")
-        print(*(f"{x:.2f}" for x in result.returns))
-    elif args.num_seeds == 1:
-        print(f"{result.folder}: mean return of the last {n} episodes {mean:.2f}")
-    else:
-        middle = returns[n // 4 : n - n // 4].mean()
-        print(
-            f"{result.folder} and the {n - 1} after it: final return {mean:.2f} +- {std:.2f}, "
-            f"interquartile mean {middle:.2f}"
-        )
-
-
-# === end shared ===
-
-
-# === shared: compiled training ===
 class Training(NamedTuple):
-    """All that a compiled run carries on, [R, ...] of R agents, or parts of one on R devices."""
+    """All that changes and that a checkpoint holds; compiled [num_seeds, ...]."""
 
-    agent: Any
-    envs: EnvState
+    agent: State
     key: jax.Array
+    current: jax.Array  # [2, N], return and length so far of the episodes that go on
+    ended: jax.Array  # [3], number, returns, lengths of those that ended since the last point
+    envs: EnvState | None  # of functional environments
 
 
-def train_compiled(
-    args: Any,
-    functional: Functional,
-    init: Callable,
-    iterate: Callable,
-    schedule: Callable,
-    size: int,
-    warm_up: int,
-    restore: Callable,
-) -> Generator:
-    """Trains num_seeds agents, one compiled call for each log_interval; for `run_training`.
-
-    Args:
-      functional: The environment.
-      init: From two keys, one for the network, to an agent.
-      iterate: From an agent, EnvState, key, values of `schedule` and whether to learn (a constant)
-        to the next ones of the first two, Episodes and metrics.
-      schedule: From the environment step at the start of an iteration to {tag: value}.
-      size: Environment steps of an iteration, `iterate` on all devices.
-      warm_up: Iterations without learning at the start.
-      restore: See `run_training`.
-    """
-    parts, per_call = shards(args), math.ceil(args.log_interval / size)
-    iterations = math.ceil(args.total_timesteps / size)
-
-    def start(seed: jax.Array, part: jax.Array) -> Training:
-        network_key, key = jax.random.split(jax.random.PRNGKey(seed))
-        agent_key, env_key, key = jax.random.split(jax.random.fold_in(key, part), 3)
-        env_keys = jax.random.split(env_key, args.num_envs // parts)
-        envs = jax.vmap(partial(reset_functional, functional))(env_keys)
-        return Training(init(network_key, agent_key), envs, key)
-
-    def advance(state: Training, scheduled: dict, count: jax.Array, learning: bool) -> tuple:
-        """`count` iterations; the sums of their Episodes and the last one's metrics."""
-
-        def body(i: Any, carry: tuple) -> tuple:
-            (agent, envs, key), before, _ = carry
-            key, subkey = jax.random.split(key)
-            now = {tag: values[i] for tag, values in scheduled.items()}
-            agent, envs, episodes, metrics = iterate(agent, envs, subkey, now, learning)
-            return Training(agent, envs, key), jax.tree.map(jnp.add, before, episodes), metrics
-
-        none = Episodes(jnp.int32(0), jnp.float32(0), jnp.int32(0))
-        shapes = jax.eval_shape(body, 0, (state, none, None))[2]
-        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        state, episodes, metrics = jax.lax.fori_loop(0, count, body, (state, none, metrics))
-        return state, over_devices(jax.lax.psum, episodes, args), metrics
-
-    def start_all(seeds: jax.Array, parts: jax.Array) -> Training:
-        # One after the other: XLA hangs in the QR decompositions of 10 orthogonal initialisations
-        # at once (JAX 0.10 on a CPU).
-        return jax.lax.map(lambda x: start(*x), (seeds, parts))
-
-    def spread(fn: Callable, *axes: int | None) -> Callable:
-        """`fn` of all agents, on all devices."""
-        if args.num_devices == 1:
-            return fn
-        auto = (jax.sharding.AxisType.Auto,)
-        mesh = jax.make_mesh((args.num_devices,), ("devices",), axis_types=auto)
-        each, same = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
-        specs = tuple(same if axis is None else each for axis in axes)
-        return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
-
-    def compiled(learning: bool) -> Callable:
-        fn = jax.vmap(partial(advance, learning=learning), in_axes=(0, None, None))
-        return jax.jit(spread(fn, 0, None, None), donate_argnums=0)
-
-    numbers = np.arange(max(args.num_seeds, parts))  # of seeds, or of the parts of one agent
-    seeds = (args.seed + numbers * (parts == 1)).astype(np.uint32)
-    numbers = (numbers * (parts > 1)).astype(np.uint32)
-    begun, state = restore(jax.eval_shape(jax.vmap(start), seeds, numbers))
-    if state is None:
-        state = jax.jit(spread(start_all, 0, 0))(seeds, numbers)
-    yield begun, 0, [[]] * len(seeds), [{}] * len(seeds), lambda: state
-    calls = {learning: compiled(learning) for learning in (False, True)}
-
-    def call(first: int, count: int) -> tuple:
-        nonlocal state
-        rows = [schedule((first + i) * size) for i in range(per_call)]
-        scheduled = {tag: np.array([row[tag] for row in rows], np.float32) for tag in rows[0]}
-        state, *logged = calls[first >= warm_up](state, scheduled, count)
-        sums, metrics = jax.device_get(logged)
-        episodes = []
-        for ended, total, length in zip(*sums, strict=True):
-            mean = [(total / ended, length / ended)] if ended else []
-            episodes.append(mean * min(int(ended), 100))
-        each = [
-            {tag: x[i] for tag, x in metrics.items()} | rows[count - 1] for i in range(len(seeds))
-        ]
-        return (first + count) * size, count * size, episodes, each, lambda: state
-
-    with ThreadPoolExecutor(max_workers=1) as device:
-        running: Future[Any] | None = None
-        first, count = begun // size, 0
-        while first < iterations:
-            if running and needs_state(args, first * size, count * size):
-                yield running.result()  # the next call would take the state away
-                running = None
-            end = warm_up if first < warm_up else iterations
-            count = min(per_call, end - first)
-            before, running = running, device.submit(call, first, count)
-            first += count
-            if before:  # is logged while the next call runs
-                yield before.result()
-        if running:
-            yield running.result()
+def make_envs(run: Run, n: int, video: str = "") -> Any:
+    """A gym.vector.VectorEnv of n environments, the same for every n; a folder for a `video`."""
+    make = partial(gym.make_vec, run.env_id, n, **json.loads(run.env_kwargs))
+    record = partial(gym.wrappers.RecordVideo, video_folder=video)
+    options: dict = dict(render_mode="rgb_array", wrappers=[record]) if video else {}
+    native: Any = None
+    with suppress(Exception):  # there is none, or it takes other arguments
+        native = make(vectorization_mode="vector_entry_point")
+    envs = native  # but for functional ones: in Gymnasium 1.4 one that resets stops all others
+    if n < 4 or not native or hasattr(native, "func_env"):
+        try:
+            envs = make(vectorization_mode="sync", vector_kwargs={"copy": False}, **options)
+        except Exception as error:
+            require(native, f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}")
+    if native and envs.single_observation_space != native.single_observation_space:
+        envs = native
+    require(not video or envs is not native, f"capture_video: {run.env_id} is native, never drawn")
+    mode = str(envs.metadata.get("autoreset_mode"))
+    require("NEXT_STEP" in mode, f"{run.env_id}: its autoreset_mode must be NEXT_STEP, not {mode}")
+    return envs
 
 
-# === end shared ===
+def collect(alg: Algorithm, envs: Any, state: EnvState, view: Any, noise: np.ndarray) -> tuple:
+    """Steps the environments with `noise` [S, N, ...]: the EnvState, and the Steps [S, N, ...]."""
+    observation = state.observation
+    rollout = jax.tree.map(lambda x: np.empty(alg.shape + x.shape, x.dtype), alg.example)
+    _, _, reward, terminated, truncated, is_step, _ = rollout
+    for t in range(len(noise)):
+        rollout.observation[t] = observation  # now: the step may write over it
+        rollout.action[t] = action = np.asarray(alg.act(view, observation, noise[t]))
+        observation, reward[t], terminated[t], truncated[t], _ = envs.step(alg.to_env(action))
+    done = terminated | truncated
+    is_step[0], is_step[1:] = ~state.resetting, ~done[:-1]
+    return EnvState(observation, done[-1]), rollout._replace(next_observation=observation.copy())
 
 
-def check_args(args: Args) -> None:
-    """Raises UsageError for flags that are out of range or do not go together."""
-    for name, value in vars(args).items():
-        if name in ("ent_coef", "vf_coef", "clip_coef", "max_grad_norm", "target_kl"):
-            ok = value is None or 0 <= value < math.inf
-            require(ok, f"{name} must be at least 0 and finite, got {value}")
-        elif isinstance(value, float):
-            require(0 <= value <= 1, f"{name} must be from 0 to 1, got {value}")
-        elif type(value) is int:
-            least = 0 if name in ("seed", "checkpoint_interval", "eval_episodes") else 1
-            require(value >= least, f"{name} must be at least {least}, got {value}")
-    check_devices(args, "num_envs")
-    batch, parts = args.num_envs // shards(args) * args.num_steps, args.num_minibatches
-    message = f"num_envs * num_steps = {batch} must be a multiple of num_minibatches {parts}"
-    require(batch % parts == 0, message)
-    message = f"norm_adv: a minibatch must have at least 2 of the {batch} rows, num_minibatches is"
-    require(not args.norm_adv or batch // parts >= 2, f"{message} {parts}")
+class FunctionalEnvs:
+    """A functional environment with time limit and NEXT_STEP autoreset, for compiled programs."""
+
+    def __init__(self, alg: Algorithm, env: Any, time_limit: int | None) -> None:
+        self.alg, self.env, self.time_limit = alg, env, time_limit or math.inf
+
+    def reset(self, key: jax.Array, n: int) -> EnvState:
+        """Starts an episode in n of them."""
+        keys, zeros = jax.random.split(key, n), jnp.zeros(n, jnp.int32)
+        inner = jax.vmap(self.env.initial)(keys)
+        return EnvState(jax.vmap(self.env.observation)(inner, keys), zeros > 0, inner, zeros)
+
+    def step(self, view: Any, state: EnvState, x: tuple) -> tuple[EnvState, Step]:
+        """A step of N of them, with noise, keys, and states for those that only reset."""
+        (noise, keys, starts), is_step, each = x, ~state.resetting, jax.vmap
+        action = self.alg.act(view, state.observation, noise)
+        taken = self.alg.to_env(action)
+        after = each(self.env.transition)(state.inner, taken, keys)
+        reward = jnp.where(is_step, each(self.env.reward)(state.inner, taken, after, keys), 0.0)
+        length = jnp.where(is_step, state.length + 1, 0)
+        terminated = is_step & each(self.env.terminal)(after, keys)
+        done = terminated | (length >= self.time_limit)
+        inner = jax.tree.map(lambda *x: each(jnp.where)(is_step, *x), after, starts)
+        step = Step(state.observation, action, reward, terminated, done & ~terminated, is_step)
+        return EnvState(each(self.env.observation)(inner, keys), done, inner, length), step
+
+    def collect(self, state: EnvState, view: Any, noise: Any, key: jax.Array) -> tuple:
+        """What the function `collect` does."""
+        keys = jax.random.split(key, noise.shape[:2])
+        starts = jax.vmap(jax.vmap(self.env.initial))(keys)  # at once: a tenth of the time
+        state, rollout = jax.lax.scan(partial(self.step, view), state, (noise, keys, starts))
+        return state, rollout._replace(next_observation=state.observation)
+
+    def evaluate(self, view: Any, n: int, seed: int) -> jax.Array:
+        """Returns [n] of n episodes without exploration, of at most 10,000 steps."""
+        key, greedy, steps = jax.random.PRNGKey(seed), self.alg.greedy, min(self.time_limit, 10_000)
+        noise = jnp.broadcast_to(greedy, (int(steps), n, *greedy.shape))
+        _, rollout = self.collect(self.reset(key, n), view, noise, key)
+        done = rollout.terminated | rollout.truncated
+        return jnp.sum(rollout.reward, axis=0, where=jnp.cumsum(done, axis=0) - done == 0)
 
 
-def train(args: Args) -> Result:
-    """Trains an agent, or num_seeds of them, logged under runs/. Raises UsageError before that."""
-    check_args(args)
-    envs = make_envs(args)
-    check_envs(args, envs)
-    space: Any = envs.single_action_space
-    num_actions, to_env = discrete_actions(space)
-    box = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f" and len(space.shape) == 1
-    if box:  # clipped there and not in `sample`: the loss needs the action that was drawn
-        num_actions, to_env = space.shape[0], lambda action: action.clip(space.low, space.high)
-    message = f"env_id {args.env_id}: PPO takes actions Discrete(n) or Box of floats [n]"
-    require(num_actions > 0, f"{message}, got {space}")
-    example = example_transition(envs)
-    if not box:
-        example = example._replace(action=np.zeros((), np.int32))
-    image = is_image(example.observation.shape, example.observation.dtype)
-    message = "normalize_observations: not for images, which the network scales by itself"
-    require(not (image and args.normalize_observations), message)
+def evaluate(alg: Algorithm, run: Run, view: Any, n: int, seed: int, video: str = "") -> Any:
+    """What `FunctionalEnvs.evaluate` does, in ordinary environments; `video` as of `make_envs`."""
+    returns, over, noise = np.zeros(n), np.zeros(n, bool), np.stack([alg.greedy] * n)
+    with closing(make_envs(run, n, video)) as envs:
+        observation, _ = envs.reset(seed=seed)
+        for _ in range(30_000):  # some episodes never end; the longest of Atari have 27,000 steps
+            action = alg.to_env(np.asarray(alg.act(view, observation, noise)))
+            observation, reward, terminated, truncated, _ = envs.step(action)
+            returns += np.where(over, 0, reward)
+            over |= terminated | truncated
+            if over.all():
+                break
+    return returns
 
-    def moments(flag: bool | None, default: bool, shape: tuple[int, ...]) -> Moments | None:
-        use = default if flag is None else flag
-        return Moments(jnp.zeros(shape), jnp.ones(shape), jnp.float32(0)) if use else None
 
-    n, size = args.num_envs // shards(args), args.num_envs * args.num_steps
-    noise_shape = (args.num_steps, n, num_actions)
-    network = ActorCritic(num_actions, box)
-    init_params, unravel, apply = flatten_network(network, example.observation)
-    queue = buffers.circular_buffer(args.num_steps)
-    clip_norm = optax.clip_by_global_norm(args.max_grad_norm)
-    # Without the learning rate, which `train_step` is given each time.
-    optimizer = optax.chain(clip_norm, optax.scale_by_adam(eps=1e-5))
-    same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    options = dict(args=args, queue=queue, apply=apply, optimizer=optimizer, same_step=same_step)
-    learn: Any = partial(train_step, **options)
+def learn(alg: Algorithm, training: Training, rollout: Step, now: dict) -> tuple:
+    """Learns from a rollout [S, N], counts the episodes: Training, metrics, view to act with."""
+    key, learn_key = jax.random.split(training.key)
+    agent, metrics = alg.train_step(training.agent, rollout, now, learn_key)
+    done = rollout.terminated | rollout.truncated
+    goes_on = jax.lax.cumprod((~done).astype(jnp.int32), reverse=True)  # to the rollout's end
+    new = jnp.stack([rollout.reward, rollout.is_step])
+    current = training.current * goes_on[0] + jnp.sum(new * goes_on, axis=1)
+    sums = jnp.sum(training.current - current, axis=1) + jnp.sum(new, axis=(1, 2))
+    ended = training.ended + jnp.append(done.sum(), sums)
+    mean_return, mean_length = ended[1:] / ended[0]
+    metrics |= {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
+    metrics |= {f"charts/{name}": x for name, x in now.items()}
+    return Training(agent, key, current, ended, training.envs), metrics, alg.view(agent)
 
-    def init(network_key: jax.Array, _: jax.Array) -> Agent:
-        params = init_params(network_key)
-        row = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), example)
-        shape, normalize = example.observation.shape, box and not image
-        return Agent(
-            params=params,
-            opt_state=optimizer.init(params),
-            queue=queue.init((row, row.terminated)),
-            observations=moments(args.normalize_observations, normalize, shape),
-            returns=moments(args.normalize_rewards, box, ()),
-            discounted_return=jnp.zeros(n),
-        )
 
-    def schedule(step: int) -> dict[str, float]:
-        left = 1 - step / size / math.ceil(args.total_timesteps / size)
-        return {"charts/learning_rate": args.learning_rate * (left if args.anneal_lr else 1)}
+def train_compiled(alg: Algorithm, run: Run, envs: Any, training: Training, steps: range) -> Any:
+    """Trains in functional environments: gives step, Training, metrics for each log interval."""
 
-    def iterate(
-        agent: Agent, env_state: EnvState, key: jax.Array, now: dict, _: bool
-    ) -> tuple[Agent, EnvState, Episodes, dict]:
-        env_key, noise_key, order_key = jax.random.split(key, 3)
-        noise = (jax.random.normal if box else jax.random.gumbel)(noise_key, noise_shape)
-        params = unravel(agent.params)
+    def iterate(training: Training, now: dict) -> tuple[Training, dict]:
+        key, noise_key, env_key = jax.random.split(training.key, 3)
+        noise, view = alg.explore(noise_key, now), alg.view(training.agent)
+        env_state, rollout = envs.collect(training.envs, view, noise, env_key)
+        return learn(alg, training._replace(envs=env_state, key=key), rollout, now)[:2]
 
-        def act(t: jax.Array, observation: jax.Array) -> jax.Array:
-            output: Any = network.apply(params, normalize(observation, agent.observations))
-            return sample(noise[t], output[0])
+    agents = jax.vmap(partial(jax.lax.scan, iterate), in_axes=(0, None))
+    places = jax.tree.map(lambda x: x.sharding, training), None
+    compiled = jax.jit(agents, donate_argnums=0, out_shardings=places)
+    for step in steps:
+        schedule = alg.schedule(np.arange(step, step + steps.step, alg.size))
+        training = training._replace(ended=jnp.zeros_like(training.ended))
+        training, metrics = compiled(training, schedule)
+        yield step + steps.step, training, jax.tree.map(lambda x: x[:, -1], metrics)
 
-        collected = collect_functional(functional_env, env_state, act, args.num_steps, env_key)
-        env_state, rollout, mask, episodes = collected
-        orders = shuffle(order_key, args.update_epochs, mask.size)
-        agent, metrics = learn(agent, rollout, mask, orders, now["charts/learning_rate"])
-        return agent, env_state, episodes, metrics
 
-    def ordinary(envs: VectorEnv, restore: Callable) -> Generator:
-        """Steps the environments from Python; for `run_training`."""
-        policy = jax.jit(lambda params, moments, x: apply(params, normalize(x, moments))[0])
-        update = jax.jit(learn, donate_argnums=0)
+def train_on_host(alg: Algorithm, run: Run, envs: Any, training: Training, steps: range) -> Any:
+    """What `train_compiled` does, in ordinary environments; if one fails, without the metrics."""
+    n, key, explore = alg.shape[1], jax.random.PRNGKey(run.seed), jax.jit(jax.vmap(alg.explore))
+    update = jax.jit(partial(learn, alg), donate_argnums=0)
+    view = jax.tree.map(jnp.copy, alg.view(training.agent))  # `update` takes the training away
+    training = training._replace(agent=alg.restart(training.agent), current=jnp.zeros((2, n)))
+    with closing(make_envs(run, n)) as envs, ThreadPoolExecutor(max_workers=1) as learner:
+        env_state = EnvState(envs.reset(seed=run.seed + steps.start)[0], np.zeros(n, bool))
+        learning: Any = learner.submit(lambda: (training, {}, view))
+        for step in range(steps.start, steps[-1] + steps.step, alg.size):
+            i = (step - steps.start) % steps.step // alg.size
+            if i == 0:
+                schedule = alg.schedule(np.arange(step, step + steps.step, alg.size))
+                keys = jax.random.split(jax.random.fold_in(key, step), steps.step // alg.size)
+                noise = np.asarray(explore(keys, schedule))
+            try:
+                env_state, rollout = collect(alg, envs, env_state, view, noise[i])
+            except Exception as error:
+                error.add_note(f"in {run.env_id} at step {step}")
+                yield step, learning.result()[0], None
+                raise
+            training, metrics, view = learning.result()
+            if i == 0:
+                if step > steps.start:
+                    yield step, training, metrics
+                training = training._replace(ended=jnp.zeros(3))
+            now = {name: x[i] for name, x in schedule.items()}
+            learning = learner.submit(update, training, rollout, now)
+            if not alg.overlap:
+                view = learning.result()[-1]
+        yield steps[-1] + steps.step, *learning.result()[:2]
 
-        def act(agent: Agent, noise: np.ndarray, t: int, observation: Any) -> np.ndarray:
-            output = policy(agent.params, agent.observations, observation)
-            return sample(noise[t], np.asarray(output))
 
-        keys = (jax.random.PRNGKey(args.seed), jax.random.PRNGKey(0))
-        begun, restored = restore(jax.eval_shape(init, *keys))
-        agent = init(*keys)
-        if restored is not None:  # the sums of rewards belong to episodes that are cut short
-            zeros = np.zeros_like(restored.discounted_return)
-            agent = jax.tree.map(jnp.asarray, restored._replace(discounted_return=zeros))
-        yield begun, 0, [[]], [{}], lambda: agent
-        rng = np.random.default_rng([args.seed, begun] if begun else args.seed)
-        env_state = reset_envs(envs, args.seed, begun)
-        rows = np.tile(np.arange(size, dtype=np.int32), (args.update_epochs, 1))
-        with closing(envs):
-            for step in range(begun + size, args.total_timesteps + size, size):
-                now = schedule(step - size)
-                noise = (rng.normal if box else rng.gumbel)(size=noise_shape).astype(np.float32)
-                acting = partial(act, agent, noise)
-                collected = collect(envs, env_state, acting, args.num_steps, example)
-                env_state, rollout, mask, episodes = collected
-                orders = rng.permuted(rows, axis=1)  # drawn here: sorting is slow in XLA
-                rate = np.float32(now["charts/learning_rate"])
-                agent, metrics = update(agent, rollout, mask, orders, rate)
-                yield step, size, [episodes], [metrics | now], partial(lambda agent: agent, agent)
+def set_up(args: Args, run: Run, folder: Path) -> tuple[Algorithm, Any, Training]:
+    """The algorithm, FunctionalEnvs or None, and the state before training; checks the flags."""
+    low = [k for k, x in (asdict(args) | asdict(run)).items() if type(x) is int and x < 1]
+    require(not set(low) - {"seed", "eval_episodes"}, f"must be at least 1: {', '.join(low)}")
+    with closing(make_envs(run, 1, f"{folder}/videos" if run.capture_video else "")) as single:
+        space, action_space = single.single_observation_space, single.single_action_space
+        inner, spec = getattr(single, "envs", [single])[0].unwrapped, single.spec
+    require(isinstance(space, gym.spaces.Box), f"{run.env_id}: observations are {space}, no Box")
+    observation = np.zeros(space.shape, np.uint8 if space.dtype == np.uint8 else np.float32)
+    alg, n = Algorithm(args, observation, action_space), args.num_envs
+    env = None if spec.additional_wrappers else getattr(inner, "func_env", None)
+    envs, one = FunctionalEnvs(alg, env, spec.max_episode_steps), run.num_seeds == 1
+    require(env or run.num_seeds == run.num_devices == 1, f"{run.env_id} trains one agent only")
 
-    def mode(view: tuple, observation: Any) -> Any:
-        output = apply(view[0], normalize(observation, view[1]))[0]
-        return output[:, :num_actions] if box else output.argmax(-1)
+    def start(seed: jax.Array) -> Training:
+        agent_key, env_key, key = jax.random.split(jax.random.PRNGKey(seed), 3)
+        env_state = envs.reset(env_key, n) if env else None
+        return Training(alg.init(agent_key), key, jnp.zeros((2, n)), jnp.zeros(3), env_state)
 
-    greedy = Greedy(lambda agent: (agent.params, agent.observations), mode, to_env)
-    env = functional(envs) if args.compiled is not False else None
-    if env is None:
-        start = partial(ordinary, TransformAction(envs, to_env) if to_env else envs)
-        return Result(*run_training(args, start, evaluator(args, greedy, None)))
-    same, spec = to_env or (lambda action: action), gym.spec(args.env_id.rpartition(":")[2])
-    functional_env = Functional(env, spec.max_episode_steps, same, example)
-    setting = (functional_env, init, iterate, schedule, size, 0)
-    start = partial(train_compiled, args, *setting)
-    evaluate = evaluator(args, greedy, functional_env)
-    state, returns, folder = run_training(args, start, evaluate)
-    agent = state.agent if args.num_seeds > 1 else jax.tree.map(lambda x: x[0], state.agent)
-    return Result(agent, returns, folder)
+    seeds = (run.seed + np.arange(run.num_seeds)).astype(np.uint32)
+    training = jax.jit(partial(jax.lax.map, start))(seeds)  # XLA hangs in ten QR at once
+    if not env:
+        return alg, None, jax.tree.map(lambda x: x[0], training)
+    parts, found = n if one else run.num_seeds, jax.device_count()
+    fits = run.num_devices <= found and parts % run.num_devices == 0
+    require(fits, f"num_devices: {run.num_devices} of {found} for {parts} agents or environments")
+    # What is computed from the agents, or the environments of one, is computed where they are.
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: run.num_devices]), "devices")
+    spread = NamedSharding(mesh, PartitionSpec(*[None] * one, "devices"))
+    rest = NamedSharding(mesh, PartitionSpec()) if one else spread
+    return alg, envs, jax.device_put(training, Training._make([*[rest] * 4, spread]))
+
+
+def start_log(run: Run, folder: Path, flags: dict, begun: int) -> Callable[[int, dict], None]:
+    """What writes {tag: [num_seeds]} of a step to TensorBoard's event files, one for each agent."""
+    if run.track:  # Weights & Biases follows the event files
+        wandb, name = importlib.import_module("wandb"), folder.name
+        wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
+    folders = [folder, *(f"{folder}/seed_{run.seed + i}" for i in range(1, run.num_seeds))]
+    writers = [event_file_writer.EventFileWriter(x) for x in folders]
+    table = "|flag|value|\n|-|-|\n" + "".join(f"|{k}|{x}|\n" for k, x in flags.items())
+    restart = SessionLog(status=SessionLog.START)  # drops what was logged after the checkpoint
+    start = partial(Event, wall_time=time.time(), step=begun + 1)
+    for writer in writers:
+        writer.add_event(start(session_log=restart))
+        writer.add_event(start(summary=text_pb("hyperparameters", table)))
+
+    def log(step: int, metrics: dict) -> None:
+        for i, writer in enumerate(writers):  # in one event: add_scalar takes 0.2 ms for each
+            values = {tag: np.broadcast_to(x, len(writers))[i] for tag, x in metrics.items()}
+            points = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items() if x == x]
+            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+            writer.flush()  # raises the error of a full disk
+
+    return log
+
+
+def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Training, Any, Path]:
+    """Trains num_seeds agents: the state, the mean of the last returns [num_seeds], the folder."""
+    name = re.sub("[/:]", "-", f"{run.env_id}__{run.exp_name}__{run.seed}__{int(time.time())}")
+    folder = Path(run.resume or f"runs/{name}").absolute()
+    alg, envs, training = set_up(args, run, folder)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    manager = ocp.CheckpointManager(folder / "checkpoints", options=options)
+    begun, seed = manager.latest_step() or 0, run.seed + 1_000_000  # which training does not use
+    if run.resume:
+        training = manager.restore(begun, args=ocp.args.StandardRestore(training))
+    (folder / "args.json").write_text(json.dumps({"run": asdict(run), "args": asdict(args)}))
+    log = start_log(run, folder, asdict(run) | asdict(args), begun)
+    total, interval = args.total_timesteps, math.ceil(run.log_interval / alg.size) * alg.size
+    steps, recent, start_time = range(begun, total, interval), deque[Any](), time.time()
+    loop = train_compiled if envs else train_on_host
+    intervals = loop(alg, run, envs, training, steps) if steps else [(begun, training, {})]
+    every: Any = envs and jax.jit(jax.vmap(partial(envs.evaluate, n=run.eval_episodes, seed=seed)))
+    bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
+    for step, training, metrics in intervals:
+        stopped, metrics = metrics is None or stop(), jax.device_get(metrics or {})
+        recent.append(np.reshape(training.ended, (-1, 3)))
+        while (sum(recent) - recent[0])[:, 0].min() >= 100:
+            recent.popleft()
+        number, returns, _ = sum(recent).T
+        returns = returns / np.where(number, number, np.nan)
+        metrics["charts/SPS"] = sps = (step - begun or math.nan) / (time.time() - start_time)
+        bar.set_postfix_str(f"return {returns.mean():.1f}", refresh=False)
+        bar.update(interval)
+        if bar.disable and step % max(total // 20, 1) < interval:
+            print(f"{step:,} steps, {sps:,.0f} a second, return {returns.mean():.1f}", flush=True)
+        is_due = step >= total or step % run.checkpoint_interval < interval
+        view = alg.view(training.agent)
+        if run.eval_episodes and is_due and not stopped:
+            scores = every(view) if envs else evaluate(alg, run, view, run.eval_episodes, seed)
+            metrics["eval/episodic_return"] = np.mean(scores, axis=-1)
+            tqdm.write(f"{step:,} steps: return {np.mean(scores):.1f} without exploration")
+        if run.capture_video and is_due and not stopped:
+            first = jax.tree.map(lambda x: x[0], view) if envs else view
+            evaluate(alg, run, first, 1, seed, f"{folder}/videos/{step}")
+        log(step, metrics)
+        if (stopped or is_due) and step != manager.latest_step():
+            manager.save(step, args=ocp.args.StandardSave(training))
+        if stop():  # after an error of the environment the loop raises it now
+            break
+    return training, returns, folder
+
+
+def main() -> None:
+    """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # acting: 12 us a call, and not 41
+    threading.excepthook = lambda _: None  # TensorBoard's thread: its writer raises the error, too
+    Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
+    parse = partial(tyro.cli, Flags, description=__doc__, config=[tyro.conf.OmitArgPrefixes])
+    interrupted = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        run, args = parse()
+        if run.resume:
+            saved = json.loads(Path(run.resume, "args.json").read_text())
+            run, args = parse(default=Flags(Run(**saved["run"]), Args(**saved["args"])))
+            same = saved["args"] | {"total_timesteps": args.total_timesteps}
+            require(asdict(args) == same, "resume: only total_timesteps may change")
+        _, returns, folder = train(args, run, interrupted.is_set)
+    except (UsageError, json.JSONDecodeError, ImportError, OSError) as error:
+        print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
+        sys.exit(2)
+    print(f"{folder}: mean return of the last episodes", *np.round(returns, 1))
+    sys.exit(130 if interrupted.is_set() else 0)
 
 
 if __name__ == "__main__":
-    main(train, Args)
+    main()
