@@ -525,10 +525,10 @@ def learn(alg: Algorithm, training: Training, rollout: Step, now: dict) -> tuple
     """Learns from a rollout [S, N], counts the episodes: Training, metrics, view to act with."""
     key, learn_key = jax.random.split(training.key)
     agent, metrics = alg.train_step(training.agent, rollout, now, learn_key)
-    done = rollout.terminated | rollout.truncated
-    goes_on = jax.lax.cumprod((~done).astype(jnp.int32), reverse=True)  # to the rollout's end
+    done, t = rollout.terminated | rollout.truncated, jnp.arange(alg.shape[0])[:, None]
+    end = jnp.max(jnp.where(done, t + 1, 0), axis=0)  # [N], of the last episode that ended
     new = jnp.stack([rollout.reward, rollout.is_step])
-    current = training.current * goes_on[0] + jnp.sum(new * goes_on, axis=1)
+    current = jnp.where(end > 0, 0.0, training.current) + jnp.where(t >= end, new, 0.0).sum(axis=1)
     sums = jnp.sum(training.current - current, axis=1) + jnp.sum(new, axis=(1, 2))
     ended = training.ended + jnp.append(done.sum(), sums)
     mean_return, mean_length = ended[1:] / ended[0]
