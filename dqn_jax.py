@@ -14,6 +14,7 @@ import importlib
 import json
 import math
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -470,12 +471,11 @@ def set_up(args: Args, run: Run, folder: Path) -> tuple[Algorithm, Any, Training
     training = jax.jit(partial(jax.lax.map, start))(seeds)  # XLA hangs in ten QR at once
     if not env:
         return alg, None, jax.tree.map(lambda x: x[0], training)
-    parts, found = n if one else run.num_seeds, jax.device_count()
-    fits = run.num_devices <= found and parts % run.num_devices == 0
-    require(fits, f"num_devices: {run.num_devices} of {found} for {parts} agents or environments")
-    # What is computed from the agents, or the environments of one, is computed where they are.
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: run.num_devices]), "devices")
-    spread = NamedSharding(mesh, PartitionSpec(*[None] * one, "devices"))
+    parts, devices = n if one else run.num_seeds, jax.devices()[: run.num_devices]
+    fits = len(devices) == run.num_devices and parts % len(devices) == 0
+    require(fits, f"num_devices: only {len(devices)} are there, or it does not divide {parts}")
+    mesh = jax.sharding.Mesh(np.array(devices), "devices")
+    spread = NamedSharding(mesh, PartitionSpec(*[None] * one, "devices"))  # jit follows the data
     rest = NamedSharding(mesh, PartitionSpec()) if one else spread
     return alg, envs, jax.device_put(training, Training._make([*[rest] * 4, spread]))
 
@@ -485,13 +485,12 @@ def start_log(run: Run, folder: Path, flags: dict, begun: int) -> Callable[[int,
     if run.track:  # Weights & Biases follows the event files
         wandb, name = importlib.import_module("wandb"), folder.name
         wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
-    folders = [folder, *(f"{folder}/seed_{run.seed + i}" for i in range(1, run.num_seeds))]
+    folders = [str(folder), *(f"{folder}/seed_{run.seed + i}" for i in range(1, run.num_seeds))]
     writers = [event_file_writer.EventFileWriter(x) for x in folders]
     table = "|flag|value|\n|-|-|\n" + "".join(f"|{k}|{x}|\n" for k, x in flags.items())
-    restart = SessionLog(status=SessionLog.START)  # drops what was logged after the checkpoint
     start = partial(Event, wall_time=time.time(), step=begun + 1)
     for writer in writers:
-        writer.add_event(start(session_log=restart))
+        writer.add_event(start(session_log=SessionLog(status=SessionLog.START)))  # drops later
         writer.add_event(start(summary=text_pb("hyperparameters", table)))
 
     def log(step: int, metrics: dict) -> None:
@@ -523,7 +522,7 @@ def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Trainin
     every: Any = envs and jax.jit(jax.vmap(partial(envs.evaluate, n=run.eval_episodes, seed=seed)))
     bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
     for step, training, metrics in intervals:
-        stopped, metrics = metrics is None or stop(), jax.device_get(metrics or {})
+        stopped, metrics = (asked := stop()) or metrics is None, jax.device_get(metrics or {})
         recent.append(np.reshape(training.ended, (-1, 3)))
         while (sum(recent) - recent[0])[:, 0].min() >= 100:
             recent.popleft()
@@ -545,8 +544,10 @@ def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Trainin
             evaluate(alg, run, first, 1, seed, f"{folder}/videos/{step}")
         log(step, metrics)
         if (stopped or is_due) and step != manager.latest_step():
+            size = sum(x.nbytes for x in jax.tree.leaves(training))  # orbax fails in many lines
+            require(shutil.disk_usage(folder).free > size, f"no space left, --resume {folder}")
             manager.save(step, args=ocp.args.StandardSave(training))
-        if stop():  # after an error of the environment the loop raises it now
+        if asked:  # where an environment failed, the next step of the loop raises its error
             break
     return training, returns, folder
 
@@ -570,7 +571,7 @@ def main() -> None:
     except (UsageError, json.JSONDecodeError, ImportError, OSError) as error:
         print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         sys.exit(2)
-    print(f"{folder}: mean return of the last episodes", *np.round(returns, 1))
+    print(f"{folder}: mean return of the last episodes", *(f"{x:.1f}" for x in returns))
     sys.exit(130 if interrupted.is_set() else 0)
 
 

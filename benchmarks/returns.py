@@ -8,10 +8,10 @@ stopped and started again, it goes on. A script may have flags of its own; what 
 goes to all. With `--num-seeds-flag` one process trains all seeds, by the scripts' `--num-seeds`.
 
 Prints a table and writes it with a learning curve for each environment to the folder `--plots`:
-`returns.md`, `returns.json`, `ENVIRONMENT.png`. Of each seed it takes the mean return of the last
-100 episodes, and the environment steps when the mean of 100 episodes first reached the
-environment's threshold; of episodes that ended in one rollout the scripts log the mean, which
-stands for as many as fit. Over the seeds: mean, standard deviation, and the interquartile mean with
+`returns.md`, `returns.json`, `ENVIRONMENT.png`. The scripts log the mean return of the episodes
+that ended in a log interval. Of each seed it takes the mean of the fewest last points that together
+hold at least 100 episodes, and the environment steps when such a mean first reached the
+environment's threshold. Over the seeds: mean, standard deviation, and the interquartile mean with
 a 95% interval of a percentile bootstrap that resamples seeds within each environment (Agarwal et
 al. 2021, "Deep reinforcement learning at the edge of the statistical precipice", arXiv 2108.13264).
 Published returns stand beside ours, with their sources under the table.
@@ -89,8 +89,8 @@ class Curve(NamedTuple):
     complete: np.ndarray  # whether it is of 100
 
 
-def new_runs(command: list[str], work: Path) -> list[str]:
-    """The folders that the command makes under runs/, with `work` as its working directory.
+def new_run(command: list[str], work: Path) -> Path:
+    """The folder that the command makes under runs/, with `work` as its working directory.
 
     Those that a run that was stopped had left there do not count.
     """
@@ -104,16 +104,22 @@ def new_runs(command: list[str], work: Path) -> list[str]:
             stderr=subprocess.STDOUT,
             check=False,
         ).returncode
-    if code:
+    new = set((work / "runs").glob("*")) - before
+    if code or len(new) != 1:
         raise RuntimeError(
-            f"{shlex.join(command)} ended with exit code {code}, expected 0: "
-            f"see {work / 'output.txt'}, then start this again"
+            f"{shlex.join(command)} ended with exit code {code} and {len(new)} new folders under "
+            f"runs/, expected 0 and 1: see {work / 'output.txt'}, then start this again"
         )
-    return sorted(x.name for x in set((work / "runs").glob("*")) - before)
+    return new.pop()
+
+
+def agents(folder: Path) -> list[Path]:
+    """The folders of a run's agents by their seeds: its own, then with --num-seeds those in it."""
+    return [folder, *sorted(folder.glob("seed_*"), key=lambda x: int(x.name[len("seed_") :]))]
 
 
 def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> list[Path]:
-    """The folders of that run, one for each seed in it, made by the script if not there yet."""
+    """The folders of that run's agents, made by the script if they are not there yet."""
     name, *own = shlex.split(script)
     flags = [*own, *flags]
     label = "_".join([name, *flags]).replace("--", "").replace("/", "-")
@@ -122,17 +128,8 @@ def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> 
     if not done.exists() or not done.read_text():
         work.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(ROOT / f"{name}.py"), "--env-id", env_id]
-        new = new_runs([*command, "--seed", str(seed), *flags], work)
-        done.write_text("\n".join(new))
-    return sorted((work / "runs" / name for name in done.read_text().split("\n")), key=seed_of)
-
-
-def seed_of(folder: Path) -> int:
-    """The seed in the name of a run: {environment}__{script}__{seed}__{time}."""
-    parts = folder.name.rsplit("__", 2)
-    if len(parts) < 3 or not parts[1].isdigit():
-        raise ValueError(f"expected a folder ENVIRONMENT__SCRIPT__SEED__TIME, got {folder.name}")
-    return int(parts[1])
+        done.write_text(new_run([*command, "--seed", str(seed), *flags], work).name)
+    return agents(work / "runs" / done.read_text())
 
 
 def scalars(folder: Path, tag: str) -> list[Any]:
@@ -153,11 +150,14 @@ def curve(folder: Path) -> Curve:
 
 
 def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray | None) -> Curve:
-    """At each point the mean of the fewest points before it that hold 100 episodes.
+    """At each point the mean of the fewest points up to it that together hold 100 episodes.
 
-    A point is an episode, or the mean of those that ended in a rollout, which of 64 environments
-    are many. So many hold as many episodes as their steps are mean lengths, with the step that
-    resets; each holds at least one, and one if lengths were not logged.
+    A point is the mean of the episodes that ended since the one before. Some points hold as many
+    episodes as mean lengths, with the step that resets, fit into their steps; each holds at least
+    one, and one if lengths were not logged.
+
+    Points count alike. A script counts episodes alike, so that what it prints at the end is lower
+    where many short episodes with low returns ended in some of the intervals.
     """
     ends = np.arange(1, len(steps) + 1)
     first, complete = np.maximum(ends - EPISODES, 0), ends >= EPISODES

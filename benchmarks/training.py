@@ -27,12 +27,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 from machine import MISSING, header, line, table, write_json
-from returns import THRESHOLDS, curve, new_runs, reached, scalars
+from returns import THRESHOLDS, agents, curve, new_run, reached, scalars
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for the scripts, where they are imported
@@ -114,7 +116,7 @@ class Outcome(NamedTuple):
     second_half: float
     steps_to_threshold: float  # infinity: never
     seconds_to_threshold: float  # since the start of the process
-    final_return: float  # mean of the last 100 episodes
+    final_return: float  # of the last points that hold 100 episodes
 
 
 def flag(command: str, name: str, default: str) -> str:
@@ -148,7 +150,7 @@ def speed(steps: np.ndarray, times: np.ndarray) -> float:
 
 
 def read(folders: list[Path], start: float, threshold: float) -> Outcome:
-    """The outcome of a process that started then and wrote these folders, one for each agent.
+    """The outcome of a process that started then, from the folders of its agents.
 
     Agents trained together are one run: their speeds add up, and the time to the threshold is that
     of the median one.
@@ -166,7 +168,7 @@ def read(folders: list[Path], start: float, threshold: float) -> Outcome:
             learning = curve(folder)
             to_threshold, final = reached(learning, threshold), float(learning.means[-1])
         if to_threshold < float("inf"):
-            # Several points may have been logged at this step: it was over after the last one.
+            # A peer may log several points at a step: it was over after the last one.
             last = int(np.searchsorted(learning.steps, to_threshold, side="right")) - 1
             seconds = returns[last].wall_time - start
         each.append(Outcome(float(values[-1]), speed(steps, times), to_threshold, seconds, final))
@@ -191,80 +193,81 @@ def run(configuration: Configuration, args: argparse.Namespace, seed: int) -> Ou
     if not done.exists():
         work.mkdir(parents=True, exist_ok=True)
         start = time.time()
-        new = new_runs(words, work)
-        done.write_text(json.dumps({"start": start, "folders": new}))
+        done.write_text(json.dumps({"start": start, "folder": new_run(words, work).name}))
     found = json.loads(done.read_text())
-    folders = [work / "runs" / name for name in found["folders"]]
+    folders = agents(work / "runs" / found["folder"])
     return read(folders, found["start"], THRESHOLDS.get(env_id, float("inf")))
 
 
 def environments_alone(env_id: str, num_envs: int, seconds: float = SECONDS) -> float:
     """Environment steps per second with random actions, drawn before.
 
-    Made as the scripts make them. A functional environment is stepped inside the compiled program.
+    Made as the scripts make them. A functional environment is stepped inside a compiled program.
     """
-    import dqn_jax
+    from ppo_jax import Args, Run, make_envs, set_up  # PPO takes any actions
 
-    envs: Any = dqn_jax.make_envs(dqn_jax.Args(env_id=env_id, num_envs=num_envs))
-    if dqn_jax.functional(envs) is not None:
-        return functional_alone(envs, num_envs, seconds)
+    run = Run(env_id=env_id)
+    _, functional, _ = set_up(Args(num_envs=num_envs), run, Path())
+    envs = make_envs(run, num_envs)
     actions = [envs.action_space.sample() for _ in range(1_000)]
     envs.reset(seed=0)
-    for action in actions:  # what is slow the first time only
-        envs.step(action)
-    steps, start = 0, time.perf_counter()
-    while (taken := time.perf_counter() - start) < seconds:
+
+    def walk() -> None:
         for action in actions:
             envs.step(action)
+
+    if functional:
+        walk = functional_walk(functional, np.stack(actions))
+    walk()  # compiles, and does what is slow the first time only
+    steps, start = 0, time.perf_counter()
+    while (taken := time.perf_counter() - start) < seconds:
+        walk()
         steps += len(actions) * num_envs
     envs.close()
     return steps / taken
 
 
-def functional_alone(envs: Any, num_envs: int, seconds: float) -> float:
-    """The same of a functional environment, in a compiled loop."""
+def functional_walk(functional: Any, actions: np.ndarray) -> Callable[[], None]:
+    """What steps functional environments with these actions [S, N, ...], each time further on."""
     import jax
     import jax.numpy as jnp
 
-    import dqn_jax
+    from ppo_jax import FunctionalEnvs
 
-    length, space = 1_000, envs.single_action_space
-    sampled = [[space.sample() for _ in range(num_envs)] for _ in range(length)]
-    actions, example = jnp.asarray(np.array(sampled)), dqn_jax.example_transition(envs)
-    limit = envs.spec.max_episode_steps
-    functional = dqn_jax.Functional(dqn_jax.functional(envs), limit, lambda x: x, example)
+    given: Any = SimpleNamespace(act=lambda _, observation, action: action, to_env=lambda x: x)
+    envs = FunctionalEnvs(given, functional.env, functional.time_limit)
 
     @jax.jit
-    def rollout(state: Any, key: Any) -> tuple[Any, Any]:
-        state, rows, _, _ = dqn_jax.collect_functional(
-            functional, state, lambda t, _: actions[t], length, key
-        )
-        return state, sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(rows))
+    def walk(state: Any, key: Any) -> tuple[Any, Any, Any]:
+        key, rollout_key = jax.random.split(key)
+        state, rollout = envs.collect(state, None, actions, rollout_key)
+        # The sum of all that was collected, without which the compiler leaves it out.
+        return state, key, sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(rollout))
 
     key = jax.random.PRNGKey(0)
-    state = jax.vmap(lambda key: dqn_jax.reset_functional(functional, key))(
-        jax.random.split(key, num_envs)
-    )
-    state, _ = jax.block_until_ready(rollout(state, key))  # compiles
-    steps, start = 0, time.perf_counter()
-    while (taken := time.perf_counter() - start) < seconds:
-        key, rollout_key = jax.random.split(key)
-        state, _ = jax.block_until_ready(rollout(state, rollout_key))
-        steps += length * num_envs
-    return steps / taken
+    state = envs.reset(key, actions.shape[1])
+
+    def further() -> None:
+        nonlocal state, key
+        state, key, _ = jax.block_until_ready(walk(state, key))
+
+    return further
 
 
 def train_peer(args: argparse.Namespace) -> None:
     """Trains with Stable-Baselines3 or SBX, and logs as our scripts do."""
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
-    from tensorboardX import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    folder = f"runs/{args.env_id.replace('/', '-')}__{args.peer}_{args.algorithm}"
-    writer = SummaryWriter(f"{folder}__{args.seed}__{int(time.time())}", flush_secs=10)
+    name = f"{args.env_id.replace('/', '-')}__{args.peer}_{args.algorithm}"
+    writer = EventFileWriter(f"runs/{name}__{args.seed}__{int(time.time())}")
+    ended: list[dict[str, float]] = []  # episodes since the last point
 
     class Log(BaseCallback):
-        """Episodes at once, steps per second each 1,000 steps."""
+        """A point each 1,000 steps."""
 
         start = 0.0
 
@@ -273,14 +276,16 @@ def train_peer(args: argparse.Namespace) -> None:
 
         def _on_step(self) -> bool:
             step = self.num_timesteps
-            ended = [x["episode"] for x in self.locals["infos"] if "episode" in x]
-            if ended:
-                for name, field in (("return", "r"), ("length", "l")):
-                    mean = np.mean([episode[field] for episode in ended])
-                    writer.add_scalar(f"charts/episodic_{name}", mean, step)
+            ended.extend(x["episode"] for x in self.locals["infos"] if "episode" in x)
             if step // 1_000 > (step - args.num_envs) // 1_000:
-                speed = int(step / (time.time() - self.start))
-                writer.add_scalar("charts/SPS", speed, step)
+                metrics = {"charts/SPS": step / (time.time() - self.start)}
+                if ended:
+                    metrics["charts/episodic_return"] = np.mean([x["r"] for x in ended])
+                    metrics["charts/episodic_length"] = np.mean([x["l"] for x in ended])
+                    ended.clear()
+                values = [Summary.Value(tag=tag, simple_value=x) for tag, x in metrics.items()]
+                point = Summary(value=values)
+                writer.add_event(Event(wall_time=time.time(), step=step, summary=point))
             return True
 
     envs = make_vec_env(args.env_id, args.num_envs, args.seed)

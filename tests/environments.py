@@ -1,5 +1,6 @@
 """Environments whose right answers are known, registered with Gymnasium when this is imported."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -49,21 +50,23 @@ class Probe(gym.Env):
     action: one step, reward +1 for action 1 and -1 for action 0.
     both: one step, reward +1 if the action matches the observation, else -1.
     truncation: reward 1 a step, truncated after 3 steps, never terminated.
+
+    With a `shape` the observation is an image of one colour, white for +1 and black for the others.
     """
 
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, kind: str, image: bool = False) -> None:
-        self.kind, self.image = kind, image
+    def __init__(self, kind: str, shape: Sequence[int] = ()) -> None:
+        self.kind, self.shape = kind, tuple(shape)
         self.observation_space = (
-            gym.spaces.Box(0, 255, (4, 36, 36), np.uint8)
-            if image
+            gym.spaces.Box(0, 255, self.shape, np.uint8)
+            if shape
             else gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
         )
 
     def _observe(self) -> np.ndarray:
-        if self.image:
-            return np.full((4, 36, 36), 255 if self.value > 0 else 0, np.uint8)
+        if self.shape:
+            return np.full(self.shape, 255 if self.value > 0 else 0, np.uint8)
         return np.array([self.value], np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
@@ -87,19 +90,84 @@ class Probe(gym.Env):
         return self._observe(), reward, True, False, {}
 
 
+class Start(Probe):
+    """Actions that start at 1: reward +1 for action 2 and -1 for action 1."""
+
+    action_space = gym.spaces.Discrete(2, start=1)
+
+    def __init__(self) -> None:
+        super().__init__("action")
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        assert self.action_space.contains(action)
+        return super().step(action - 1)
+
+
+class Failing(Counter):
+    """Step `fail_at` and those after it, counted over all episodes, raise an error."""
+
+    def __init__(self, fail_at: int = 500) -> None:
+        super().__init__()
+        self.steps_left = fail_at
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.steps_left -= 1
+        if self.steps_left <= 0:
+            raise RuntimeError("broken")
+        return super().step(action)
+
+
+class Preprocessed(Counter):
+    """Without the noise, as the vector version of an environment may observe something else."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def _observe(self) -> np.ndarray:
+        return super()._observe()[:2]
+
+
+class Scaled(Counter):
+    """Rewards times `scale`."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        observation, reward, *rest = super().step(action)
+        return observation, self.scale * reward, *rest
+
+
+def counters(num_envs: int) -> SyncVectorEnv:
+    """A native vector version without arguments, in the autoreset mode NEXT_STEP."""
+    return SyncVectorEnv([Counter] * num_envs)
+
+
+def preprocessed(num_envs: int) -> SyncVectorEnv:
+    """A native vector version that observes something else than the single version."""
+    return SyncVectorEnv([Preprocessed] * num_envs)
+
+
 def same_step(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
     """A native vector version in the other autoreset mode."""
-    make = gym.spec("Counter-v0").entry_point
-    assert callable(make)
-    return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    return SyncVectorEnv([Counter] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 gym.register("Counter-v0", Counter)
 gym.register("CounterSameStep-v0", vector_entry_point=same_step)
+gym.register("VectorOnly-v0", vector_entry_point=counters)
+gym.register("Preprocessed-v0", Counter, vector_entry_point=preprocessed)
+gym.register("TakesKwargs-v0", Scaled, vector_entry_point=counters)
+gym.register("Failing-v0", Failing)
+gym.register("Start-v0", Start)
 gym.register("Probe-v0", Probe)
 for kind in ("constant", "observation", "discount", "action", "both", "truncation"):
     gym.register(f"Probe-{kind}-v0", Probe, kwargs={"kind": kind})
-gym.register("ProbeImage-v0", Probe, kwargs={"kind": "both", "image": True})
+gym.register("Image-v0", Probe, kwargs={"kind": "both", "shape": (8, 8)})  # it takes any shape
+shapes = {"Probe": (4, 36, 36), "Small": (8, 8), "Grey": (40, 40), "Colour": (40, 40, 3)}
+for name, shape in shapes.items():
+    image_id = "ProbeImage-v0" if name == "Probe" else f"Image{name}-v0"
+    gym.register(image_id, Probe, kwargs={"kind": "both", "shape": shape})
 
 
 class Chain(FuncEnv):

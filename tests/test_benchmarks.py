@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboardX import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -22,12 +24,16 @@ ITEM = {"action": jnp.int32(1), "observation": jnp.ones(2)}
 
 def write_run(folder, returns_at, speeds_at=(), wall=0.0):
     """A run as the scripts log it: (step, return, length) and (step, SPS, seconds)."""
-    writer = SummaryWriter(str(folder))
+    writer = EventFileWriter(str(folder))
+
+    def log(step, seconds, **metrics):
+        points = [Summary.Value(tag=f"charts/{tag}", simple_value=x) for tag, x in metrics.items()]
+        writer.add_event(Event(wall_time=wall + seconds, step=step, summary=Summary(value=points)))
+
     for step, value, length in returns_at:
-        writer.add_scalar("charts/episodic_return", value, step, walltime=wall + step / 10)
-        writer.add_scalar("charts/episodic_length", length, step, walltime=wall + step / 10)
+        log(step, step / 10, episodic_return=value, episodic_length=length)
     for step, value, seconds in speeds_at:
-        writer.add_scalar("charts/SPS", value, step, walltime=wall + seconds)
+        log(step, seconds, SPS=value)
     writer.close()
 
 
@@ -65,7 +71,7 @@ def test_a_mean_is_of_the_last_hundred_points_where_each_is_an_episode():
 
 
 def test_a_mean_is_of_fewer_points_where_each_is_many_episodes():
-    # 50 episodes of 9 steps in each rollout of 500 steps: two points hold a hundred.
+    # 50 episodes of 9 steps in each log interval of 500 steps: two points hold a hundred.
     steps = np.array([500.0, 1000.0, 1500.0])
     curve = returns.last_means(steps, np.array([10.0, 20.0, 40.0]), np.full(3, 9.0))
     np.testing.assert_array_equal(curve.means, [10.0, 15.0, 30.0])
@@ -73,6 +79,14 @@ def test_a_mean_is_of_fewer_points_where_each_is_many_episodes():
     assert returns.reached(curve, 15.0) == 1000
     assert returns.reached(curve, 10.0) == 1000  # one point is not a hundred episodes
     assert returns.reached(curve, 31.0) == float("inf")
+
+
+def test_a_point_after_intervals_without_an_episode_holds_those_of_all_their_steps():
+    # 64 episodes of 499 steps end together, once in 32,000 steps; log intervals have 1,000.
+    steps = 32_000.0 * np.arange(1, 4)
+    curve = returns.last_means(steps, np.array([10.0, 20.0, 40.0]), np.full(3, 499.0))
+    np.testing.assert_array_equal(curve.means, [10.0, 15.0, 30.0])
+    np.testing.assert_array_equal(curve.complete, [False, True, True])
 
 
 def test_a_curve_on_a_grid_is_the_last_value_of_each_seed():
@@ -83,25 +97,19 @@ def test_a_curve_on_a_grid_is_the_last_value_of_each_seed():
     np.testing.assert_array_equal(scores, [[np.nan, 5], [1, 5], [2, 5]])
 
 
-def test_the_seed_is_read_from_the_name_of_a_run():
-    assert returns.seed_of(Path("runs/phys2d-CartPole-v1__a__b__12__1700000000_")) == 12
-    with pytest.raises(ValueError, match="SEED__TIME, got run"):
-        returns.seed_of(Path("runs/run"))
-
-
-def test_runs_of_many_seeds_are_taken_in_their_order(tmp_path, monkeypatch):
+def test_the_agents_of_a_run_are_taken_in_the_order_of_their_seeds(tmp_path, monkeypatch):
     started = []
 
     def pretend(command, cwd, **_):
         started.append(command[1:])
-        for seed in (2, 1, 10):
-            (Path(cwd) / "runs" / f"E-v1__dqn_jax__{seed}__17").mkdir(parents=True)
+        for name in ("seed_2", "seed_10", "checkpoints"):
+            (Path(cwd) / "runs" / "E-v1__dqn_jax__1__17" / name).mkdir(parents=True)
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(returns.subprocess, "run", pretend)
     for _ in range(2):  # the second time nothing is run
         folders = returns.run("dqn_jax --tau 1", "E-v1", 1, ["--num-seeds", "3"], tmp_path)
-        assert [returns.seed_of(folder) for folder in folders] == [1, 2, 10]
+        assert [x.name for x in folders] == ["E-v1__dqn_jax__1__17", "seed_2", "seed_10"]
     assert len(started) == 1
     assert started[0][1:] == ["--env-id", "E-v1", "--seed", "1", "--tau", "1", "--num-seeds", "3"]
 
@@ -109,7 +117,8 @@ def test_runs_of_many_seeds_are_taken_in_their_order(tmp_path, monkeypatch):
 def test_a_run_that_fails_says_where_to_look(tmp_path, monkeypatch):
     failed = type("Done", (), {"returncode": 2})
     monkeypatch.setattr(returns.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(RuntimeError, match=r"exit code 2, expected 0: see .*output\.txt"):
+    told = r"exit code 2 and 0 new folders under runs/, expected 0 and 1: see .*output\.txt"
+    with pytest.raises(RuntimeError, match=told):
         returns.run("dqn_jax", "E-v1", 1, [], tmp_path)
 
 

@@ -1,40 +1,65 @@
-"""Compiled training in all three scripts: against the ordinary loop, agents trained alone, one
-device, and known values.
+"""Compiled training in all three scripts: against plain loops, agents trained alone, one device,
+and known values.
 """
 
-import environments  # noqa: F401  (registers)
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+
+import environments
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import PartitionSpec
-from test_dqn import read_events, run_script
+from events import read_events
+from gymnasium.experimental.functional import FuncEnv
+from jax.experimental.compilation_cache import compilation_cache
 
-import buffers
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from dqn_jax import EnvState, Functional, Transition, UsageError
+from dqn_jax import DQN, FunctionalEnvs, Step, Training
 
 GAMMA = 0.8
-DQN = dict(
-    env_id="Chain-v0",
-    total_timesteps=8_000,
+DQN_FLAGS = dict(
+    total_timesteps=16_000,
     learning_starts=200,
     buffer_size=1_000,
     batch_size=64,
     train_frequency=4,
     num_envs=4,
     target_network_frequency=40,
-    learning_rate=2e-3,
+    learning_rate=1e-3,
     gamma=GAMMA,
     end_e=1.0,
 )
-PPO = dict(env_id="Chain-v0", num_envs=4, num_steps=32, gamma=GAMMA, learning_rate=3e-3)
-SCRIPTS = [(dqn_jax, DQN), (per_dqn_jax, DQN), (ppo_jax, PPO)]
+PPO_FLAGS = dict(num_envs=4, num_steps=32, gamma=GAMMA, learning_rate=3e-3, ent_coef=0.0)
+SCRIPTS = [(dqn_jax, DQN_FLAGS), (per_dqn_jax, DQN_FLAGS), (ppo_jax, PPO_FLAGS)]
 IDS = ["dqn", "per_dqn", "ppo"]
+
+
+@contextmanager
+def kept_programs(folder):
+    """What is compiled once is kept in `folder`, for the scripts that are run as programs, too."""
+    values = {"compilation_cache_dir": str(folder), "persistent_cache_min_compile_time_secs": 0.0}
+    with pytest.MonkeyPatch.context() as patch:
+        before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in values}
+        for name, value in values.items():
+            patch.setenv(f"JAX_{name.upper()}", str(value))
+            jax.config.update(f"jax_{name}", value)
+        compilation_cache.reset_cache()
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept_programs(tmp_path_factory):
+    with kept_programs(tmp_path_factory.getbasetemp() / "programs"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -42,384 +67,366 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def make_functional(env_id, time_limit):
-    envs = dqn_jax.make_envs(dqn_jax.Args(env_id=env_id))
-    _, to_env = dqn_jax.discrete_actions(envs.single_action_space)
-    example = dqn_jax.example_transition(envs)._replace(action=np.zeros((), np.int32))
-    env = dqn_jax.functional(envs)
-    return Functional(env, time_limit, to_env or (lambda action: action), example)
+# ------------------------------------------------------------------------------------ environments
 
 
-def test_collected_is_what_the_ordinary_loop_collects():
-    """The chain draws nothing at random: the same actions must give the same arrays."""
-    n, steps = 3, 40
-    envs = dqn_jax.make_envs(dqn_jax.Args(env_id="Chain-v0", num_envs=n, compiled=False))
-    assert envs.num_envs == n
-    functional = make_functional("Chain-v0", envs.spec.max_episode_steps)
-    keys = jax.random.split(jax.random.PRNGKey(0), n)
-    state = dqn_jax.reset_envs(envs, seed=0)
-    compiled = jax.vmap(lambda key: dqn_jax.reset_functional(functional, key))(keys)
-    rng, truncated, terminated = np.random.default_rng(0), 0, 0
-    for round in range(3):
-        actions = rng.random((steps, n)) < [0.4, 0.6, 0.9]
-        actions = actions.astype(np.int32)
-        args = (lambda t, _, actions=actions: actions[t], steps)
-        state, wanted, mask, episodes = dqn_jax.collect(envs, state, *args, functional.example)
+class Walk(FuncEnv):
+    """A walk from 1, 2 or 3 on, with actions -1, 0 and 1 and slips, that ends below 0 or above 4.
 
-        @jax.jit
-        def collect(state, actions=actions, round=round):
-            key = jax.random.PRNGKey(round)
-            act = jnp.asarray(actions)
-            return dqn_jax.collect_functional(functional, state, lambda t, _: act[t], steps, key)
+    Everything that may be random is; the observation shows the position and a random number.
+    """
 
-        compiled, got, got_mask, sums = collect(compiled)
-        np.testing.assert_array_equal(got_mask, mask)
-        for name, x, y in zip(Transition._fields, got, wanted, strict=True):
-            assert x.dtype == y.dtype, name
-            np.testing.assert_array_equal(x, y, err_msg=name)
-        returns, lengths = zip(*episodes, strict=True)
-        assert [int(x) for x in sums] == [len(episodes), sum(returns), sum(lengths)]
-        np.testing.assert_array_equal(compiled.episode_return, state.episode_return)
-        np.testing.assert_array_equal(compiled.resetting, state.resetting)
-        np.testing.assert_array_equal(compiled.episode_length, state.episode_length)
-        truncated, terminated = truncated + got.truncated.sum(), terminated + got.terminated.sum()
-    assert truncated > 5
-    assert terminated > 20
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Discrete(3, start=-1)
+
+    def initial(self, rng, params=None):
+        return jax.random.randint(rng, (), 1, 4)
+
+    def transition(self, state, action, rng, params=None):
+        return state + action + jax.random.randint(rng, (), -1, 2)
+
+    def observation(self, state, rng, params=None):
+        return jnp.stack([state.astype(jnp.float32), jax.random.uniform(rng)])
+
+    def reward(self, state, action, next_state, rng, params=None):
+        return 10.0 * state + next_state + jax.random.uniform(rng)
+
+    def terminal(self, state, rng, params=None):
+        return (state < 0) | (state > 4)
+
+
+def make_walk(n, **flags):
+    """DQN for the walk, its environments with a time limit of 6 steps, and a view to act with."""
+    args = dqn_jax.Args(num_envs=n, train_frequency=1, **flags)
+    alg = DQN(args, np.zeros(2, np.float32), Walk.action_space)
+    view = alg.view(alg.init(jax.random.PRNGKey(0)))
+    view = jax.random.normal(jax.random.PRNGKey(0), view.shape)  # answers that differ
+    return alg, FunctionalEnvs(alg, Walk(), 6), view
+
+
+WALK = Walk()
+INITIAL, TRANSITION, OBSERVATION, REWARD, TERMINAL = (
+    jax.jit(getattr(WALK, name))
+    for name in ("initial", "transition", "observation", "reward", "terminal")
+)
+
+
+class Loop:
+    """What `FunctionalEnvs` does, for one environment after the other."""
+
+    def __init__(self, alg, key, n):
+        self.alg, keys = alg, jax.random.split(key, n)
+        self.state = [INITIAL(key) for key in keys]
+        self.observation = [np.asarray(OBSERVATION(*x)) for x in zip(self.state, keys, strict=True)]
+        self.length, self.resetting = [0] * n, [False] * n
+
+    def collect(self, view, noise, key):
+        """The rows [S][N] of a rollout, each with its action and what it led to."""
+        rows = []
+        for t, keys in enumerate(jax.random.split(key, noise.shape)):
+            rows.append([])
+            actions = self.alg.act(view, np.stack(self.observation), noise[t])
+            for i, (key, action) in enumerate(zip(keys, np.asarray(actions), strict=True)):
+                row = dict(observation=self.observation[i], action=action, reward=0.0)
+                row |= dict(terminated=False, truncated=False, is_step=not self.resetting[i])
+                if self.resetting[i]:
+                    self.state[i], self.length[i], self.resetting[i] = INITIAL(key), 0, False
+                else:
+                    before, self.length[i] = self.state[i], self.length[i] + 1
+                    self.state[i] = TRANSITION(before, action - 1, key)
+                    row["reward"] = REWARD(before, action - 1, self.state[i], key)
+                    row["terminated"] = bool(TERMINAL(self.state[i], key))
+                    row["truncated"] = self.length[i] == 6 and not row["terminated"]
+                    self.resetting[i] = row["terminated"] or row["truncated"]
+                self.observation[i] = np.asarray(OBSERVATION(self.state[i], key))
+                rows[-1].append(row)
+        return rows
+
+
+def test_collected_is_what_a_plain_loop_collects():
+    """Over three rollouts, with starts, a time limit, both ends of an episode and exploration."""
+    n, steps = 3, 25
+    alg, envs, view = make_walk(n)
+    key = jax.random.PRNGKey(0)
+    state, loop = envs.reset(key, n), Loop(alg, key, n)
+    rng, ends = np.random.default_rng(0), np.zeros(3, int)
+    collect = jax.jit(envs.collect)
+    for i in range(3):
+        noise = rng.integers(-1, 3, (steps, n)).astype(np.int32)  # -1: the best action
+        state, rollout = collect(state, view, noise, jax.random.PRNGKey(i))
+        rows = loop.collect(view, noise, jax.random.PRNGKey(i))
+        for name in Step._fields[:-1]:
+            got, wanted = getattr(rollout, name), [[x[name] for x in row] for row in rows]
+            np.testing.assert_array_equal(got, np.array(wanted, got.dtype), err_msg=name)
+            assert got.dtype == getattr(alg.example, name).dtype, name
+        np.testing.assert_array_equal(rollout.next_observation, loop.observation)
+        np.testing.assert_array_equal(state.observation, loop.observation)
+        np.testing.assert_array_equal(state.resetting, loop.resetting)
+        np.testing.assert_array_equal(state.length, loop.length)
+        ends += [x.sum() for x in (rollout.terminated, rollout.truncated, ~rollout.is_step)]
+        assert len(set(np.ravel(rollout.action[noise < 0]))) > 1  # the network's answers differ
+    assert min(ends) > 8
+
+
+def test_evaluation_is_what_a_plain_loop_gives():
+    """The return of the first episode in each environment, with the best actions."""
+    n, seed = 12, 5
+    alg, envs, view = make_walk(n)
+    key = jax.random.PRNGKey(seed)
+    rows = Loop(alg, key, n).collect(view, np.full((6, n), -1, np.int32), key)
+    returns, ended, counted = np.zeros(n), np.zeros(n, bool), 0
+    for row in rows:
+        for i in np.flatnonzero(~ended):
+            returns[i] += row[i]["reward"]
+            ended[i], counted = row[i]["terminated"] or row[i]["truncated"], counted + 1
+    assert ended.all()
+    assert n < counted < 6 * n  # some end before the time limit
+    np.testing.assert_allclose(envs.evaluate(view, n, seed), returns, rtol=1e-6)
+
+
+def test_an_evaluation_without_a_time_limit_ends():
+    """After 10,000 steps of an episode that never ends, its reward so far is the return."""
+
+    class Endless(environments.Chain):
+        def reward(self, state, action, next_state, rng, params=None):
+            return jnp.float32(0.5)
+
+        def terminal(self, state, rng, params=None):
+            return jnp.bool_(False)
+
+    alg = DQN(dqn_jax.Args(), np.zeros(5, np.float32), Endless.action_space)
+    envs, state = FunctionalEnvs(alg, Endless(), None), alg.init(jax.random.PRNGKey(0))
+    assert envs.time_limit == math.inf
+    np.testing.assert_array_equal(envs.evaluate(alg.view(state), 2, 0), [5_000, 5_000])
+
+
+class Counts:
+    """A stand-in for an algorithm, which learns nothing."""
+
+    shape = 6, 4
+
+    @staticmethod
+    def train_step(state, rollout, now, key):
+        return state, {}
+
+    @staticmethod
+    def view(state):
+        return state
+
+
+def test_episodes_are_counted_across_rollouts():
+    """Number, returns and lengths of those that ended, and what the others have so far."""
+    (steps, n), rng = Counts.shape, np.random.default_rng(0)
+    training = Training(0, jax.random.PRNGKey(0), jnp.zeros((2, n)), jnp.zeros(3), None)
+    resetting, current, ended = np.zeros(n, bool), np.zeros((2, n)), np.zeros(3)
+    step = jax.jit(lambda *x: dqn_jax.learn(Counts, *x))
+    for _ in range(5):
+        rows = []
+        for _ in range(steps):
+            done = (rng.random(n) < 0.2) & ~resetting
+            rows.append((rng.integers(-9, 9, n) * ~resetting, done, ~resetting))
+            current += [rows[-1][0], ~resetting]
+            ended += [done.sum(), *current[:, done].sum(axis=1)]
+            current[:, done], resetting = 0, done
+        reward, done, is_step = map(np.stack, zip(*rows, strict=True))
+        rollout = Step(None, None, reward.astype(np.float32), done, False & done, is_step)
+        training, metrics, _ = step(training, rollout, {"epsilon": 0.5})
+        np.testing.assert_array_equal(training.current, current)
+        np.testing.assert_array_equal(training.ended, ended)
+        assert metrics["charts/episodic_return"] == pytest.approx(ended[1] / ended[0])
+        assert metrics["charts/episodic_length"] == pytest.approx(ended[2] / ended[0])
+        assert metrics["charts/epsilon"] == 0.5
+    assert ended[0] > 15
+    assert current.any()
 
 
 def test_environments_draw_afresh():
-    """No two episodes, and no two environments, start alike; the true final observation is kept."""
-    functional = make_functional("phys2d/CartPole-v1", 500)
-    keys = jax.random.split(jax.random.PRNGKey(0), 4)
-    state = jax.vmap(lambda key: dqn_jax.reset_functional(functional, key))(keys)
-    _, rollout, mask, _ = dqn_jax.collect_functional(
-        functional, state, lambda t, _: jnp.arange(4) % 2, 100, jax.random.PRNGKey(1)
-    )
-    starts = np.concatenate([state.observation, rollout.next_observation[~mask]])
+    """No two episodes, and no two environments, start alike; the last observation is true."""
+    run = dqn_jax.Run(env_id="phys2d/CartPole-v1")
+    env = dqn_jax.make_envs(run, 1).envs[0].unwrapped.func_env
+    alg = DQN(dqn_jax.Args(num_envs=4), np.zeros(4, np.float32), gym.spaces.Discrete(2))
+    envs = FunctionalEnvs(alg, env, 500)
+    state, view = envs.reset(jax.random.PRNGKey(0), 4), alg.init(jax.random.PRNGKey(0)).params
+    noise = np.broadcast_to(np.arange(4, dtype=np.int32) % 2, (100, 4))
+    after, rollout = envs.collect(state, view, noise, jax.random.PRNGKey(1))
+    following = np.concatenate([rollout.observation[1:], rollout.next_observation[None]])
+    starts = np.concatenate([state.observation, following[~rollout.is_step]])
     assert len(starts) > 20
     assert len(np.unique(starts, axis=0)) == len(starts)
     assert (np.abs(starts) <= 0.05).all()
-    angle = np.abs(rollout.next_observation[..., 2])[rollout.terminated]
-    assert (angle > 0.2095).all()
-    np.testing.assert_array_equal(rollout.next_observation[:-1], rollout.observation[1:])
+    assert (np.abs(following[..., 2])[rollout.terminated] > 0.2095).all()
+    np.testing.assert_array_equal(after.observation, rollout.next_observation)
 
 
-@pytest.mark.parametrize("env_id", ["Chain-v0", "ChainVector-v0"])
-@pytest.mark.parametrize(("module", "flags"), SCRIPTS[:2], ids=IDS[:2])
-def test_q_values_of_a_chain(module, flags, env_id):
-    result = module.train(module.Args(**{**flags, "env_id": env_id}))
-    *_, q = module.flatten_network(module.QNetwork(2), np.zeros(5, np.float32))
-    states = np.arange(4)
-    right, left = GAMMA ** (3.0 - states), GAMMA ** (4.0 - np.maximum(states - 1, 0))
-    values = q(result.agent.params, np.eye(5, dtype=np.float32)[:4])
-    np.testing.assert_allclose(values, np.stack([left, right], axis=1), atol=0.03)
+def test_what_is_not_functional_as_registered_is_stepped_ordinarily(tmp_path):
+    """The wrappers of a registration are kept."""
+    args, run = ppo_jax.Args(num_steps=4), ppo_jax.Run(env_id="ChainWrapped-v0")
+    alg, envs, training = ppo_jax.set_up(args, run, tmp_path)
+    assert envs is training.envs is None
+    assert training.current.shape == (2, 4)
+    assert alg.example.observation.shape == (6,)
+    for more in ("num_seeds", "num_devices"):
+        with pytest.raises(ppo_jax.UsageError, match="ChainWrapped-v0 trains one agent only"):
+            ppo_jax.set_up(args, replace(run, **{more: 2}), tmp_path)
 
 
-def test_policy_and_values_of_a_chain():
-    args = ppo_jax.Args(**{**PPO, "total_timesteps": 20_000, "ent_coef": 0.0})
-    result = ppo_jax.train(args)
-    *_, apply = ppo_jax.flatten_network(ppo_jax.ActorCritic(2, False), np.zeros(5, np.float32))
-    output, values = apply(result.agent.params, np.eye(5, dtype=np.float32)[:4])
-    assert (np.diff(output, axis=1) > 3).all()
-    np.testing.assert_allclose(values, GAMMA ** (3.0 - np.arange(4)), atol=0.05)
-    assert np.mean(result.returns) > 0.99
+# ----------------------------------------------------------------------------------- what it learns
+
+
+def train_chain(module, args, env_id):
+    """Trains in a chain: the algorithm, the parameters, the mean return, the scalars."""
+    run = module.Run(env_id=env_id, eval_episodes=3)
+    training, returns, folder = module.train(args, run)
+    alg = module.Algorithm(args, np.zeros(5, np.float32), environments.Chain.action_space)
+    return alg, training.agent.params[0], returns, read_events(folder)[0]
 
 
 @pytest.mark.parametrize(
-    "env_id",
-    ["phys2d/CartPole-v1", "phys2d/Pendulum-v0", "tabular/Blackjack-v0", "tabular/CliffWalking-v0"],
+    ("module", "env_id"),
+    [(dqn_jax, "Chain-v0"), (per_dqn_jax, "Chain-v0"), (dqn_jax, "ChainVector-v0")],
+    ids=["dqn", "per_dqn", "vector"],
 )
-def test_the_environments_that_gymnasium_ships(env_id):
-    flags = dict(env_id=env_id, num_envs=4, total_timesteps=2_048)
-    if env_id.startswith("phys2d"):
-        result = ppo_jax.train(ppo_jax.Args(**flags, compiled=True))
-        scalars, _ = read_events(result.folder)
-        assert np.isfinite([value for points in scalars.values() for _, value in points]).all()
-        assert {"charts/SPS", "losses/value_loss", "charts/learning_rate"} < set(scalars)
-        lengths = {value for _, value in scalars["charts/episodic_length"]}
-        assert lengths == {200.0} if "Pendulum" in env_id else max(lengths) < 200
-        return
-    result = dqn_jax.train(dqn_jax.Args(**flags, learning_starts=1_000, train_frequency=16))
-    stored = result.agent.replay.storage[0]
-    assert stored.action.dtype == jnp.int32
-    actions = np.unique(stored.action.ravel()[:1_500])
-    assert set(actions) == set(range(4 if "Cliff" in env_id else 2))
+def test_q_values_of_a_chain(module, env_id):
+    """The time limit of 9 steps, which many episodes reach, changes no value."""
+    alg, params, _, scalars = train_chain(module, module.Args(**DQN_FLAGS), env_id)
+    states = np.arange(4)
+    right, left = GAMMA ** (3.0 - states), GAMMA ** (4.0 - np.maximum(states - 1, 0))
+    values = alg.q(params, np.eye(5, dtype=np.float32)[:4])
+    np.testing.assert_allclose(values, np.stack([left, right], axis=1), atol=0.03)
+    assert scalars["eval/episodic_return"] == [(16_000, 1.0)]
+    # One point for each log interval, of what holds for its last iteration.
+    steps = list(range(1_000, 16_001, 1_000))
+    for tag in ("charts/episodic_return", "charts/SPS", "charts/epsilon", "losses/td_loss"):
+        assert [step for step, _ in scalars[tag]] == steps, tag
+    assert scalars["charts/gradient_steps"] == [(step, 1.0) for step in steps]
+    if module is per_dqn_jax:
+        beta = [0.4 + 0.6 * (step - 4) / 16_000 for step in steps]
+        np.testing.assert_allclose([x for _, x in scalars["charts/beta"]], beta, rtol=1e-5)
 
 
-def test_a_call_for_each_log_interval_and_what_is_logged():
-    """Episodes of CartPole last as long as their return, and all of them are counted."""
-    flags = dict(env_id="phys2d/CartPole-v1", num_envs=4, train_frequency=8, learning_starts=1_500)
-    args = dqn_jax.Args(**flags, total_timesteps=4_000, log_interval=1_000)
-    result = dqn_jax.train(args)
-    scalars, _ = read_events(result.folder)
-    # Warm-up is a call of its own and ends within an interval.
-    steps = [1_000, 1_496, 2_496, 3_496, 4_000]
-    assert [step for step, _ in scalars["charts/episodic_return"]] == steps
-    assert scalars["charts/episodic_return"] == scalars["charts/episodic_length"]
-    assert [step for step, _ in scalars["losses/td_loss"]] == [2_496, 3_496, 4_000]
-    wanted = dqn_jax.linear_schedule(1.0, 0.05, 2_000, 992)
-    assert scalars["charts/epsilon"][0][1] == pytest.approx(wanted)
-    assert int(result.agent.since_target) == (4_000 - 1_496) % args.target_network_frequency
-    assert len(result.returns) == 100
+def test_policy_and_values_of_a_chain():
+    args = ppo_jax.Args(**PPO_FLAGS, total_timesteps=20_000)
+    alg, params, returns, scalars = train_chain(ppo_jax, args, "Chain-v0")
+    output, values = alg.apply(params, np.eye(5, dtype=np.float32)[:4])
+    assert (np.diff(output, axis=1) > 3).all()
+    np.testing.assert_allclose(values, GAMMA ** (3.0 - np.arange(4)), atol=0.05)
+    assert returns[0] > 0.99
+    # The log interval is rounded up to whole iterations of 128 steps, and so is the training.
+    assert scalars["eval/episodic_return"] == [(20_480, 1.0)]
+    steps = range(1_024, 20_481, 1_024)
+    rates = [3e-3 * max(1 - (step - 128) / 20_000, 0) for step in steps]
+    np.testing.assert_allclose(
+        scalars["charts/learning_rate"], np.stack([steps, rates], axis=1), rtol=1e-5
+    )
+
+
+def test_pendulum():
+    """Box actions; episodes that only the time limit ends, after 200 steps."""
+    run = ppo_jax.Run(env_id="phys2d/Pendulum-v0", log_interval=1_024, eval_episodes=2)
+    args = ppo_jax.Args(num_steps=256, total_timesteps=2_048)
+    training, _, folder = ppo_jax.train(args, run)
+    scalars, _ = read_events(folder)
+    assert np.isfinite([value for points in scalars.values() for _, value in points]).all()
+    assert scalars["charts/episodic_length"] == [(1_024, 200.0), (2_048, 200.0)]
+    ((_, score),) = scalars["eval/episodic_return"]
+    assert -2_000 < score < -500
+    # 4 environments, 2 iterations of 256 steps: one of them only resets.
+    np.testing.assert_array_equal(training.agent.observations.rows, [4 * 2 * (256 - 1)])
+    assert np.abs(training.agent.observations.mean[0]).max() < 1
 
 
 # ------------------------------------------------------------------------------------- many at once
 
-
-def flags_of(module, flags, **changes):
-    short = dict(total_timesteps=1_024, log_interval=512, env_id="phys2d/CartPole-v1")
-    return module.Args(**{**flags, **short, **changes})
+SEEDS = [2**32 - 1, 2**32]  # Gymnasium takes seeds of more than 32 bits, and so does this
 
 
-@pytest.mark.parametrize(("module", "flags"), SCRIPTS, ids=IDS)
-def test_an_agent_of_a_group_is_the_agent_trained_alone(module, flags):
-    # Rounding differs, and a draw by priority makes much of that in time.
-    flags = flags if module is ppo_jax else {**flags, "learning_starts": 900}
-    group = module.train(flags_of(module, flags, num_seeds=3, seed=5))
-    assert len(group.returns) == 3
-    assert len({int(seed.name.split("__")[2]) for seed in _folders()}) == 3
-    alone = module.train(flags_of(module, flags, seed=6))
-    np.testing.assert_allclose(group.agent.params[1], alone.agent.params, rtol=1e-5, atol=1e-6)
-    assert group.returns[1] == pytest.approx(np.mean(alone.returns), rel=1e-5)
-    for other in (0, 2):
-        assert np.abs(group.agent.params[other] - alone.agent.params).max() > 1e-2
+def train_two(module, flags, **run):
+    """A short training: the state, and the scalars of each agent without the speed, the folder."""
+    run = {"env_id": "Chain-v0", "eval_episodes": 0, **run}
+    if module is ppo_jax:  # CartPole starts at random
+        run |= {"env_id": "phys2d/CartPole-v1"}
+    run = module.Run(**run)
+    flags = {**flags, "total_timesteps": 2_000}
+    if module is not ppo_jax:  # rounding differs, and a draw by priority makes much of that in time
+        flags |= {"learning_starts": 1_800}
+    args = module.Args(**flags)
+    training, returns, folder = module.train(args, run)
+    folders = [folder, *(folder / f"seed_{run.seed + i}" for i in range(1, run.num_seeds))]
+    assert sorted(folder.glob("seed_*")) == folders[1:]
+    assert returns.shape == (run.num_seeds,)
+    saved = json.loads((folder / "args.json").read_text())
+    assert (module.Run(**saved["run"]), module.Args(**saved["args"])) == (run, args)
+    scalars = []
+    for x in folders:
+        events, text = read_events(x)
+        assert f"|seed|{run.seed}|\n" in text
+        assert len(events.pop("charts/SPS")) == 2
+        scalars.append(events)
+    return training, scalars
 
 
-def _folders():
-    from pathlib import Path
-
-    return sorted(Path("runs").iterdir())
-
-
-@pytest.mark.parametrize(("module", "flags"), SCRIPTS[2:], ids=IDS[2:])
-def test_seeds_spread_over_devices(module, flags):
-    one = module.train(flags_of(module, flags, num_seeds=4))
-    two = module.train(flags_of(module, flags, num_seeds=4, num_devices=2))
-    assert len(two.agent.params.sharding.device_set) == 2
-    np.testing.assert_allclose(one.agent.params, two.agent.params, rtol=1e-5, atol=1e-6)
+def assert_same_agent(one, other, scalars, other_scalars):
+    """Up to rounding; scalars {tag: points}."""
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert set(scalars) == set(other_scalars)
+    for tag, points in scalars.items():
+        np.testing.assert_allclose(points, other_scalars[tag], rtol=1e-4, atol=1e-6, err_msg=tag)
 
 
-def on_devices(count, fn, split):
-    """`fn` of arrays that are cut into `count` along the first axis where `split` says so."""
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((count,), ("devices",), axis_types=auto)
-    each, same = PartitionSpec("devices"), PartitionSpec()
-    specs = tuple(each if cut else same for cut in split)
-    return jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=(same, each), check_vma=False)
-    )
+@pytest.fixture(scope="module", params=range(3), ids=IDS)
+def group(request, tmp_path_factory):
+    """Two agents that are trained together: script, flags, the state, scalars."""
+    module, flags = SCRIPTS[request.param]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("group"))
+        return module, flags, *train_two(module, flags, seed=SEEDS[0], num_seeds=2)
 
 
-class Drawn(buffers.NamedTuple):
-    """The state of a stand-in for a replay buffer, which draws all that it holds."""
-
-    storage: tuple
-    probabilities: jax.Array
-    max_priority: jax.Array
-
-
-class AllOfIt(buffers.NamedTuple):
-    """A stand-in for a replay buffer that draws all that it holds."""
-
-    @staticmethod
-    def add_batch(state, items, mask=None):
-        return state
-
-    @staticmethod
-    def sample(state, key, batch_size):
-        assert len(state.probabilities) == batch_size
-        return buffers.Sample(state.storage, jnp.arange(batch_size), state.probabilities)
-
-    @staticmethod
-    def size(state):
-        return len(state.probabilities)
-
-    @staticmethod
-    def set_priorities(state, indices, priorities):
-        return state._replace(probabilities=priorities)
+def test_an_agent_of_a_group_is_the_one_trained_alone(group):
+    module, flags, training, scalars = group
+    params = training.agent.params
+    assert np.abs(params[0] - params[1]).max() > 1e-2
+    alone, alone_scalars = train_two(module, flags, seed=SEEDS[1])
+    assert_same_agent(params[1], alone.agent.params[0], scalars[1], alone_scalars[0])
+    assert len(alone.agent.params.sharding.device_set) == 1
 
 
-@pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax], ids=IDS[:2])
-def test_gradient_step_on_four_devices_is_that_on_one(module):
-    """The same batch in four parts, with windows that are no transitions in one of them."""
-    rng, rows = np.random.default_rng(0), 32
-    init, _, q = module.flatten_network(module.QNetwork(3), np.zeros(4, np.float32))
-    params, optimizer = init(jax.random.PRNGKey(0)), optax.adam(1e-2)
-
-    def draw(*shape):
-        return rng.normal(size=(rows, 1, *shape)).astype(np.float32)
-
-    window = Transition(
-        draw(4),
-        rng.integers(3, size=(rows, 1)).astype(np.int32),
-        draw(),
-        draw(4),
-        rng.random((rows, 1)) < 0.3,
-        np.zeros((rows, 1), bool),
-    )
-    mask = np.arange(rows)[:, None] > 2
-    probabilities = rng.random(rows).astype(np.float32) / rows
-    state = (window, mask)
-    rollout = jax.tree.map(lambda x: x[:2], window)
-
-    def step(count, agent, state, probabilities):
-        args = module.Args(
-            num_devices=count, batch_size=rows // count, train_frequency=2 * count, num_envs=1
-        )
-        agent = agent._replace(replay=Drawn(state, probabilities, jnp.float32(1)))
-        extra = (jnp.float32(0.7),) if module is per_dqn_jax else ()
-        agent, metrics = module.train_step(
-            agent, rollout, np.ones((2, 1), bool), *extra, args, AllOfIt, q, optimizer
-        )
-        return (agent.params, metrics), agent.replay.probabilities
-
-    opt_state, key = optimizer.init(params), jax.random.PRNGKey(0)
-    agent = module.Agent(params, params + 0.1, opt_state, None, key, jnp.int32(0))
-    (one, metrics), priorities = jax.jit(lambda *x: step(1, *x))(agent, state, probabilities)
-    four = on_devices(4, lambda *x: step(4, *x), (False, True, True))
-    (spread, spread_metrics), spread_priorities = four(agent, state, probabilities)
-    assert np.abs(one - params).max() > 5e-3
-    np.testing.assert_allclose(spread, one, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(spread_priorities, priorities, rtol=1e-5)
-    for name, value in metrics.items():
-        np.testing.assert_allclose(spread_metrics[name], value, rtol=1e-5, err_msg=name)
+def test_environments_of_one_agent_spread_over_devices(group):
+    """They are in two parts, all the rest is on both devices; the agent is the same."""
+    module, flags, training, scalars = group
+    params = training.agent.params
+    two, two_scalars = train_two(module, flags, seed=SEEDS[1], num_devices=2)
+    assert_same_agent(params[1], two.agent.params[0], scalars[1], two_scalars[0])
+    for x in jax.tree.leaves(two.envs):
+        assert x.shape[:2] == (1, 4)
+        assert sorted(part.index[1].start or 0 for part in x.addressable_shards) == [0, 2]
+    for x in jax.tree.leaves(two._replace(envs=None)):
+        assert x.sharding.is_fully_replicated
+        assert len(x.sharding.device_set) == 2
 
 
-def test_ppo_update_on_four_devices_is_that_on_one():
-    """Minibatches of one device made of those of the four, with statistics over all of them."""
-    from test_ppo import make_step, random_rollout
-
-    n, steps, count = 8, 16, 4
-    flags = dict(
-        num_steps=steps,
-        num_minibatches=2,
-        update_epochs=2,
-        normalize_rewards=True,
-        normalize_observations=True,
-        num_envs=n,
-    )
-    args = ppo_jax.Args(**flags)
-    rollout, mask = random_rollout(np.random.default_rng(3), steps, n, True)
-    assert 0 < (~mask).sum() < mask.size / 2
-    local = np.random.default_rng(0).permuted(
-        np.tile(np.arange(steps * n // count), (2, 1)), axis=1
-    )
-    local = local.astype(np.int32)
-    # Row t * 2 + i of device d is the environment 2 * d + i at time t.
-    part = n // count
-    rows = local // part * n + local % part
-    rows = np.stack([rows + part * d for d in range(count)], axis=1)  # [epochs, devices, rows]
-    rows = rows.reshape(2, count, 2, -1).swapaxes(1, 2).reshape(2, -1)
-    _, agent, one = make_step(args)
-    one_agent, metrics = one(agent, rollout, mask, rows)
-
-    spread_args = ppo_jax.Args(**flags, num_devices=count)
-    _, small, _ = make_step(ppo_jax.Args(**{**flags, "num_envs": part}))
-    *_, step = make_step(spread_args)
-
-    def on_each(rollout, mask):
-        new, metrics = step.func.__wrapped__(
-            small,
-            jax.tree.map(lambda x: x.swapaxes(0, 1), rollout),
-            mask.swapaxes(0, 1),
-            local,
-            learning_rate=jnp.float32(args.learning_rate),
-        )
-        return (new.params, new.observations, new.returns, metrics), new.discounted_return
-
-    across = jax.tree.map(lambda x: x.swapaxes(0, 1), rollout)
-    (params, observations, returns, spread), discounted = on_devices(count, on_each, (True, True))(
-        across, mask.swapaxes(0, 1)
-    )
-    assert np.abs(one_agent.params - agent.params).max() > 5e-4
-    np.testing.assert_allclose(params, one_agent.params, rtol=1e-4, atol=1e-6)
-    for got, wanted in ((observations, one_agent.observations), (returns, one_agent.returns)):
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), got, wanted)
-    np.testing.assert_allclose(discounted, one_agent.discounted_return, rtol=1e-5)
-    for name, value in metrics.items():
-        np.testing.assert_allclose(spread[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+@pytest.mark.parametrize("group", [0, 2], ids=[IDS[0], IDS[2]], indirect=True)
+def test_seeds_spread_over_devices(group):
+    module, flags, training, scalars = group
+    spread = dict(seed=SEEDS[0], num_seeds=2, num_devices=2)
+    two, two_scalars = train_two(module, flags, **spread)
+    for i in range(2):
+        ours, theirs = training.agent.params[i], two.agent.params[i]
+        assert_same_agent(ours, theirs, scalars[i], two_scalars[i])
+    for x in jax.tree.leaves(two):
+        parts = {part.device: part.index[0].start or 0 for part in x.addressable_shards}
+        assert sorted(parts.values()) == [0, 1]
 
 
-@pytest.mark.parametrize(("module", "flags"), SCRIPTS[1:], ids=IDS[1:])
-def test_one_agent_on_four_devices_learns_the_chain(module, flags):
-    steps = 20_000 if module is ppo_jax else flags["total_timesteps"]
-    args = module.Args(**{**flags, "total_timesteps": steps, "num_devices": 4, "num_envs": 8})
-    result = module.train(args)
-    if module is ppo_jax:
-        assert np.mean(result.returns) > 0.98
-        return
-    *_, q = module.flatten_network(module.QNetwork(2), np.zeros(5, np.float32))
-    values = q(result.agent.params, np.eye(5, dtype=np.float32)[:4])
-    np.testing.assert_allclose(values[:, 1], GAMMA ** (3.0 - np.arange(4)), atol=0.05)
-
-
-# ------------------------------------------------------------------------------------------ flags
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (dict(env_id="CartPole-v1", compiled=True), "functional environments, which CartPole-v1"),
-        (dict(env_id="CartPole-v1", num_seeds=2), "num_seeds and num_devices are for functional"),
-        (dict(env_id="Chain-v0", num_seeds=2, compiled=False), "are for functional"),
-        (dict(env_id="Chain-v0", compiled=True, async_envs=True), "not for async_envs"),
-        (dict(env_id="ChainWrapped-v0", compiled=True), "which ChainWrapped-v0 is not"),
-        (dict(env_id="Chain-v0", num_devices=64, num_envs=64), "64 is more than this machine has"),
-        (dict(env_id="Chain-v0", num_devices=3, num_envs=4), "3 must divide num_envs, got 4"),
-        (dict(env_id="Chain-v0", num_devices=2, num_seeds=3), "2 must divide num_seeds, got 3"),
-        (dict(env_id="ChainVector-v0", compiled=False), "ChainVector-v0"),
-    ],
-)
-@pytest.mark.parametrize("module", [dqn_jax, ppo_jax], ids=["dqn", "ppo"])
-def test_mistakes_are_found_before_training(module, flags, message, tmp_path):
-    with pytest.raises(UsageError if module is dqn_jax else ppo_jax.UsageError, match=message):
-        module.train(module.Args(**flags))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_any_seed_is_one():
-    """The environments of Gymnasium take seeds of more than 32 bits, and so does this."""
-    flags = dict(env_id="Chain-v0", num_steps=8, total_timesteps=32, seed=2**32 + 7)
-    assert np.isfinite(ppo_jax.train(ppo_jax.Args(**flags)).agent.params).all()
-
-
-def test_wrappers_of_a_registration_are_kept_by_stepping_it_ordinarily():
-    envs = dqn_jax.make_envs(dqn_jax.Args(env_id="ChainWrapped-v0"))
-    assert dqn_jax.functional(envs) is None
-    assert dqn_jax.reset_envs(envs, seed=0).observation.shape == (1, 6)
-
-
-def test_command_line(tmp_path):
-    flags = "--env-id phys2d/CartPole-v1 --total-timesteps 3000 --num-seeds 3 --learning-starts 500"
-    done = run_script(*flags.split(), "--compiled", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "and the 2 after it: final return " in done.stdout
-    assert "interquartile mean" in done.stdout
-    folders = _folders()
-    assert [folder.name.split("__")[2] for folder in folders] == ["1", "2", "3"]
-    for i, folder in enumerate(folders):
-        scalars, events = read_events(folder)
-        (text,) = events.Tensors("hyperparameters/text_summary")
-        assert f"|seed|{i + 1}|" in text.tensor_proto.string_val[0].decode()
-        assert scalars["losses/td_loss"][-1][0] == 3000
-        assert np.isfinite([value for _, value in scalars["losses/td_loss"]]).all()
-    flags = "--env-id phys2d/CartPole-v1 --total-timesteps 600 --learning-starts 500 --no-compiled"
-    done = run_script(*flags.split(), folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "mean return of the last" in done.stdout
-
-
-def test_states_of_other_dtypes_and_shapes_than_the_first():
-    """CliffWalking starts with Python scalars and goes on with arrays, one of another shape."""
-    functional = make_functional("tabular/CliffWalking-v0", None)
-    state = dqn_jax.reset_functional(functional, jax.random.PRNGKey(0))
-    action = functional.to_env(jnp.array([1]))[0]
-    keys = jax.random.split(jax.random.PRNGKey(1))
-    start = functional.env.initial(keys[0])
-    after, outcome = dqn_jax.step_functional(functional, state, action, keys, start)
-    assert isinstance(after, EnvState)
-    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (state, after)]
-    assert shapes[0] == shapes[1]
-    assert outcome == (-100, False, False)  # off the cliff
-    assert after.episode_return == -100
-    assert isinstance(functional.env.action_space, gym.spaces.Box)
+def test_each_agent_of_a_group_is_evaluated(monkeypatch):
+    """Each is written to its own folder; the line that is printed has the mean of all."""
+    args = ppo_jax.Args(num_steps=8, total_timesteps=32)
+    run = ppo_jax.Run(env_id="Chain-v0", num_seeds=4, log_interval=32, eval_episodes=1, seed=3)
+    training, _, folder = ppo_jax.train(args, run)
+    folders = [folder, *(folder / f"seed_{seed}" for seed in (4, 5, 6))]
+    scores = [read_events(x)[0]["eval/episodic_return"] for x in folders]
+    alg = ppo_jax.Algorithm(args, np.zeros(5, np.float32), environments.Chain.action_space)
+    view = alg.view(training.agent)
+    goes_right = jax.vmap(lambda x: jnp.diff(alg.apply(x, jnp.eye(5)[:4])[0])[:, 0] > 0)(view[0])
+    assert scores == [[(32, float(x))] for x in goes_right.all(axis=1)]
+    assert {x for ((_, x),) in scores} == {0.0, 1.0}

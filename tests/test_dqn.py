@@ -1,31 +1,27 @@
 """dqn_jax.py: its pure functions against hand computations, its collector against environments
-stepped alone, and what it learns against known values.
+stepped alone, a whole run against a plain loop, and what it learns against known values.
 """
 
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import environments  # noqa: F401  (registers)
+import flax.linen as nn
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboardX.event_file_writer import EventsWriter
+from events import compile_once, read_events  # noqa: F401  (a fixture of the module)
+from scipy.stats import chisquare
 
 import buffers
 import dqn_jax
-from dqn_jax import Args, Transition, UsageError
-
-ROOT = Path(__file__).parent.parent
+from dqn_jax import DQN, Args, EnvState, Run, Step, Training, UsageError, train
 
 
 @pytest.fixture(autouse=True)
@@ -33,568 +29,717 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def read_events(folder):
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    return {
-        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }, events
+VECTOR = np.zeros(1, np.float32)
+TWO = gym.spaces.Discrete(2)
+
+
+def linear(module, args, features=1, num_actions=2):
+    """The algorithm of a script, with Q(s, .) = s @ params and plain gradient descent."""
+
+    class Linear(module.Algorithm):
+        def q(self, params, observation):
+            return observation @ params.reshape(features, num_actions)
+
+    alg = Linear(args, np.zeros(features, np.float32), gym.spaces.Discrete(num_actions))
+    alg.optimizer = optax.sgd(0.1)
+    return alg
+
+
+def state_of(alg, params, target_params):
+    params, target_params = jnp.asarray(params), jnp.asarray(target_params)
+    opt_state, replay = alg.optimizer.init(params), alg.replay.init(alg.example)
+    state_class = type(jax.eval_shape(alg.init, jax.random.PRNGKey(0)))
+    return state_class(params, target_params, opt_state, replay, jnp.int32(0))
+
+
+# ------------------------------------------------------------------------------------ the network
+
+
+def test_shapes_of_observations():
+    """Images of 36x36 and more keep their form, with the channels last; others are flattened."""
+    images = {
+        (36, 36): (36, 36, 1),
+        (84, 84): (84, 84, 1),
+        (36, 40, 3): (36, 40, 3),
+        (40, 36, 12): (40, 36, 12),
+        (4, 36, 40): (36, 40, 4),
+        (1, 84, 84): (84, 84, 1),
+    }
+    flat = [(128,), (8, 8), (35, 40), (40, 35), (40, 35, 3), (4, 35, 36), (2, 3, 36, 36)]
+    for shape in [*images, *flat]:
+        size = (int(np.prod(shape)),)
+        for dtype, wanted in ((jnp.uint8, images.get(shape, size)), (jnp.float32, size)):
+            out = jax.eval_shape(dqn_jax.prepare, jax.ShapeDtypeStruct((2, *shape), dtype))
+            assert (out.shape, out.dtype) == ((2, *wanted), jnp.float32)
+
+
+def test_values_of_observations():
+    """Integers are divided by 255, whether an image or not; stacked frames become channels."""
+    x = np.random.default_rng(0).integers(256, size=(2, 4, 36, 40), dtype=np.uint8)
+    out = dqn_jax.prepare(jnp.asarray(x))
+    np.testing.assert_allclose(out, np.moveaxis(x, 1, -1) / 255, rtol=1e-6)
+    small = x[:, :, 0]
+    np.testing.assert_allclose(dqn_jax.prepare(small), small.reshape(2, -1) / 255, rtol=1e-6)
+    floats = x.astype(np.float32)
+    np.testing.assert_array_equal(dqn_jax.prepare(floats), floats.reshape(2, -1))
+
+
+def in_order(params):
+    """The layers of a QNetwork; with convolutions flax numbers the one of the actions first."""
+    layers = [params[f"Dense_{i}"] for i in range(len(params))]
+    return layers if len(layers) == 3 else layers[1:] + layers[:1]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "layers"),
+    [
+        ("Image-v0", [(64, 120), (120, 84), (84, 2)]),
+        ("CartPole-v1", [(4, 120), (120, 84), (84, 2)]),
+        # 8x8 pixels of each channel, 4x4 of 32, 3x3 of 64; and the one place that is left.
+        ("ImageGrey-v0", [(64, 32), (512, 64), (576, 64), (64, 512), (512, 2)]),
+        ("ImageColour-v0", [(192, 32), (512, 64), (576, 64), (64, 512), (512, 2)]),
+        ("ProbeImage-v0", [(256, 32), (512, 64), (576, 64), (64, 512), (512, 2)]),
+    ],
+)
+def test_network_of_an_environment(env_id, layers):
+    space = gym.make(env_id).observation_space
+    image = np.zeros((1, *space.shape), space.dtype)
+    network = dqn_jax.QNetwork(2)
+    params = jax.eval_shape(network.init, jax.random.PRNGKey(0), image)["params"]
+    assert [layer["kernel"].shape for layer in in_order(params)] == layers
+
+
+class FlaxNatureCNN(nn.Module):
+    """The network of Mnih et al. 2015 as anyone would write it."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i, (channels, size, stride) in enumerate(((32, 8, 4), (64, 4, 2), (64, 3, 1))):
+            conv = nn.Conv(channels, (size, size), (stride, stride), "VALID", name=f"Dense_{i}")
+            x = nn.relu(conv(x))
+        x = nn.relu(nn.Dense(512, name="Dense_3")(x.reshape(len(x), -1)))
+        return nn.Dense(3, name="Dense_4")(x)
+
+
+@pytest.mark.parametrize("shape", [(44, 40, 4), (43, 50, 3)])
+def test_convolutions_are_those_of_flax(shape):
+    """With the same weights, also where the stride does not divide the height or the width."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(256, size=(2, *shape), dtype=np.uint8)
+    network = dqn_jax.QNetwork(3)
+    params = jax.jit(network.init)(jax.random.PRNGKey(1), x)["params"]
+    for layer in params.values():  # flax begins with biases of 0
+        layer["bias"] = rng.normal(size=layer["bias"].shape).astype(np.float32) / 10
+    same = {f"Dense_{i}": dict(layer) for i, layer in enumerate(in_order(params))}
+    for i, (size, stride) in enumerate(((8, 4), (4, 2), (3, 1))):
+        kernel, k = np.asarray(same[f"Dense_{i}"]["kernel"]), size // stride
+        kernel = kernel.reshape(k, k, stride, stride, -1, kernel.shape[-1]).swapaxes(1, 2)
+        same[f"Dense_{i}"]["kernel"] = kernel.reshape(size, size, -1, kernel.shape[-1])
+    out = jax.jit(network.apply)({"params": params}, x)
+    wanted = jax.jit(FlaxNatureCNN().apply)({"params": same}, x.astype(np.float32) / 255)
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------ the algorithm
 
 
-def batch_of_three(module=dqn_jax, invalid=False):
-    """With gamma 0.5; `invalid`: a fourth row, full of garbage, that does not count."""
-    rows = 3 + invalid
-    return module.Batch(
-        module.Transition(
-            observation=jnp.zeros((rows, 1)),
-            action=jnp.array([0, 1, 0, 1][:rows]),
-            reward=jnp.array([1.0, 2.0, 3.0, 1e6][:rows]),
-            next_observation=jnp.zeros((rows, 1)),
-            terminated=jnp.array([False, True, False, False][:rows]),
-            truncated=jnp.array([False, False, True, True][:rows]),
-        ),
-        discount=jnp.array([0.5, 0.0, 0.5, 9.0][:rows]),
-        valid=jnp.array([True, True, True, False][:rows]),
+def windows_by_hand(invalid=False):
+    """Three windows of two steps, in which every observation is 1; a fourth one full of garbage.
+
+    Only the first step of a window counts, and the observation of the second one.
+    """
+    garbage = [1e6] * 4
+    return Step(
+        observation=jnp.ones((4, 2, 1)).at[3].set(1e6),
+        action=jnp.array([[0, 1], [1, 0], [0, 1], [1, 1]]),
+        reward=jnp.array([[1.0, 2.0, 3.0, 1e6], garbage]).T,
+        terminated=jnp.array([[False, True, False, False], [True] * 4]).T,
+        truncated=jnp.array([[False, False, True, True], [True] * 4]).T,
+        is_step=jnp.array([[not invalid] * 3 + [False], [True] * 4]).T,
     )
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_td_target_by_hand(jit):
-    target = jax.jit(dqn_jax.td_target) if jit else dqn_jax.td_target
-    next_q = jnp.array([[1.0, 5.0], [7.0, 8.0], [4.0, 2.0]])
-    online = jnp.array([[3.0, 2.0], [0.0, 1.0], [0.0, 1.0]])
-    # Terminated: the reward alone. Truncated: bootstrapped as any other step.
-    np.testing.assert_allclose(target(batch_of_three(), next_q, next_q), [3.5, 2.0, 5.0])
-    # Double Q-learning: the online network chooses, the target network judges.
-    np.testing.assert_allclose(target(batch_of_three(), next_q, online), [1.5, 2.0, 4.0])
-
-
-@pytest.mark.parametrize("invalid", [False, True])
 @pytest.mark.parametrize("double_q", [False, True])
-def test_loss_by_hand(double_q, invalid):
-    def q(params, observation):
-        return jnp.broadcast_to(params, (len(observation), 2))
-
+def test_loss_by_hand(double_q):
+    """Terminated: the reward alone. Truncated: bootstrapped as any other step. Resets: nothing."""
+    alg = linear(dqn_jax, Args(gamma=0.5, double_q=double_q))
     params, target_params = jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0])
-    args, batch = Args(double_q=double_q), batch_of_three(invalid=invalid)
-    loss = partial(dqn_jax.loss_fn, batch=batch, q=q, args=args)
-    (value, mean_q), grad = jax.value_and_grad(loss, has_aux=True)(params, target_params)
-    bootstrap = 4.0 if double_q else 10.0  # action 1 is best online, action 0 in the target
+    grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
+    (loss, metrics), grad = grad_fn(params, target_params, windows_by_hand())
+    # Action 1 is best online, action 0 in the target network, which judges either of them.
+    bootstrap = 4.0 if double_q else 10.0
     errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
-    assert value == pytest.approx(np.mean(errors**2))
-    assert mean_q == pytest.approx((1 + 2 + 1) / 3)
+    assert loss == pytest.approx(np.mean(errors**2))
+    assert metrics["losses/td_loss"] == loss
+    assert metrics["losses/q_values"] == pytest.approx((1 + 2 + 1) / 3)
     # The gradient does not flow through the target.
     np.testing.assert_allclose(grad, [-2 * (errors[0] + errors[2]) / 3, -2 * errors[1] / 3])
 
 
+def test_loss_without_a_valid_row():
+    alg = linear(dqn_jax, Args())
+    grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
+    out = grad_fn(jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0]), windows_by_hand(invalid=True))
+    zero = {"losses/td_loss": 0, "losses/q_values": 0}
+    jax.tree.map(np.testing.assert_array_equal, out, ((0, zero), np.zeros(2)))
+
+
 def test_schedule():
-    values = [dqn_jax.linear_schedule(1.0, 0.05, 1000, step) for step in (0, 500, 1000, 9000)]
-    np.testing.assert_allclose(values, [1.0, 0.525, 0.05, 0.05])
-    assert dqn_jax.linear_schedule(1.0, 0.05, 0, 5) == pytest.approx(0.05)
+    args = Args(total_timesteps=1_000, num_envs=8, learning_starts=200, exploration_fraction=0.5)
+    alg = linear(dqn_jax, args)
+    assert alg.shape == (5, 8)
+    now = alg.schedule(np.array([0, 120, 160, 200, 240, 480, 520, 960]))
+    epsilon = [1, 0.772, 0.696, 0.62, 0.544, 0.088, 0.05, 0.05]
+    np.testing.assert_allclose(now["epsilon"], epsilon, rtol=1e-6)
+    # The iteration from step 160 to 200 ends where learning starts.
+    np.testing.assert_array_equal(now["gradient_steps"], [0, 0, 0, 4, 4, 4, 4, 4])
+    at_once = linear(dqn_jax, replace(args, exploration_fraction=0.0))
+    np.testing.assert_allclose(at_once.schedule(np.array([0, 40]))["epsilon"], 0.05)
 
 
-def test_epsilon_greedy_draws_for_each_environment():
-    explore = np.array([[True, False, True], [True, True, True]])
-    random_actions = np.array([[5, 6, 7], [8, 9, 10]])
-    calls = []
-
-    def greedy(observation):
-        calls.append(observation)
-        return jnp.array([1, 2, 3])
-
-    act = partial(dqn_jax.epsilon_greedy, greedy, explore, random_actions)
-    np.testing.assert_array_equal(act(0, "observation"), [5, 2, 7])
-    np.testing.assert_array_equal(act(1, None), [8, 9, 10])
-    assert calls == ["observation"]  # nobody is greedy at step 1
+@pytest.mark.parametrize("num_envs", [1, 8, 64])
+@pytest.mark.parametrize("train_frequency", [1, 10, 16])
+def test_ratio_of_gradient_steps_to_environment_steps(num_envs, train_frequency):
+    """One gradient step per train_frequency environment steps, whatever the number of them."""
+    args = Args(total_timesteps=6_400, num_envs=num_envs, learning_starts=1_600)
+    alg = linear(dqn_jax, replace(args, train_frequency=train_frequency))
+    steps = np.arange(0, 6_400, alg.size)
+    begun = 1_600 // alg.size * alg.size  # the iteration that passes learning_starts learns whole
+    learning = len(steps) * alg.size - begun
+    assert alg.schedule(steps)["gradient_steps"].sum() == learning / train_frequency
 
 
-EXAMPLE = Transition(np.zeros(1, np.float32), 0, 0.0, np.zeros(1, np.float32), False, False)
+def test_exploration_draws_for_each_step_and_environment():
+    args = Args(num_envs=4, train_frequency=8_000)
+    alg = linear(dqn_jax, args, num_actions=3)
+    explore = partial(jax.jit(alg.explore), jax.random.PRNGKey(0))
+    noise = np.asarray(explore({"epsilon": 0.3}))
+    assert noise.shape == (2_000, 4)
+    for column in noise.T:
+        counts = [(column == action).sum() for action in (-1, 0, 1, 2)]
+        assert chisquare(counts, 2_000 * np.array([0.7, 0.1, 0.1, 0.1])).pvalue > 1e-3
+    # Pairs of environments, and of steps, are independent.
+    explores = noise >= 0
+    joint = [explores[:, i] * 2 + explores[:, j] for i in range(4) for j in range(i)]
+    for pair in [*joint, (explores[1:] * 2 + explores[:-1]).ravel()]:
+        counts = np.bincount(pair, minlength=4)
+        wanted = len(pair) * np.array([0.49, 0.21, 0.21, 0.09])
+        assert chisquare(counts, wanted).pvalue > 1e-3
+    assert set(np.ravel(explore({"epsilon": 0.0}))) == {-1}
+    assert set(np.ravel(explore({"epsilon": 1.0}))) == {0, 1, 2}
 
 
-def make_agent(replay, item, optimizer):
-    params = jnp.array([[0.5, -0.5]])  # Q(s, a) = s @ params
-    return dqn_jax.Agent(
-        params,
-        params + 1.0,
-        optimizer.init(params),
-        replay.init(item),
-        jax.random.PRNGKey(3),
-        jnp.int32(0),
+def test_act_is_greedy_where_the_noise_says_so():
+    alg = linear(dqn_jax, Args(num_envs=4), num_actions=3)
+    observation = np.array([[1.0], [-1.0], [1.0], [-1.0]], np.float32)
+    action = alg.act(jnp.array([5.0, 7.0, 6.0]), observation, np.array([-1, -1, 2, 1], np.int32))
+    np.testing.assert_array_equal(action, [1, 0, 2, 1])
+    assert alg.greedy == -1
+
+
+def random_rollout(rng, steps, resetting, features=1, garbage=0.0):
+    """Steps [steps, N] of environments that end at random, and which of them reset at the next.
+
+    The reward of a step that only resets is 0, or `garbage` that should not be looked at.
+    """
+    n = len(resetting)
+    terminated, truncated, is_step = np.zeros((3, steps, n), bool)
+    for t in range(steps):
+        is_step[t] = ~resetting
+        terminated[t] = is_step[t] & (rng.random(n) < 0.15)
+        truncated[t] = is_step[t] & ~terminated[t] & (rng.random(n) < 0.15)
+        resetting = terminated[t] | truncated[t]
+    return Step(
+        observation=rng.normal(size=(steps, n, features)).astype(np.float32),
+        action=rng.integers(2, size=(steps, n), dtype=np.int32),
+        reward=np.where(is_step, rng.normal(size=(steps, n)), garbage).astype(np.float32),
+        terminated=terminated,
+        truncated=truncated,
+        is_step=is_step,
+        next_observation=rng.normal(size=(n, features)).astype(np.float32),
+    ), resetting
+
+
+class PlainReplay:
+    """All steps ever stored, as a list [row][environment]."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add(self, rollout):
+        rollout = rollout._replace(next_observation=None)
+        self.rows += [jax.tree.map(lambda x, t=t: x[t], rollout) for t in range(len(rollout[0]))]
+
+    def transition(self, index, num_envs, n_step, gamma):
+        """Observation, action, reward, discount, next observation; None of one that only resets."""
+        row, i = divmod(int(index), num_envs)
+        stream = [jax.tree.map(lambda x: x[i], step) for step in self.rows[row : row + n_step + 1]]
+        total, m, first = 0.0, 0, stream[0]
+        if not first.is_step:
+            return None
+        while True:
+            step, m = stream[m], m + 1
+            total += gamma ** (m - 1) * float(step.reward)
+            if step.terminated:
+                return first.observation, first.action, total, 0.0, stream[m].observation
+            if step.truncated or m == n_step:
+                return first.observation, first.action, total, gamma**m, stream[m].observation
+
+    def batch(self, *where):
+        """The transitions of indices as arrays, and which of them count."""
+        found = [self.transition(index, *where[1:]) for index in where[0]]
+        valid = np.array([x is not None for x in found])
+        return *map(np.array, zip(*[x for x in found if x is not None], strict=True)), valid
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(n_step=1, target_network_frequency=10, tau=1.0),
+        dict(n_step=3, target_network_frequency=4, tau=0.5, double_q=True, clip_rewards=True),
+    ],
+)
+def test_train_step_against_a_plain_loop(flags):
+    """Stored, sampled, updated, target moved when it is due: one thing at a time.
+
+    The buffer of 10 steps of 3 environments is overwritten; a step that only resets is garbage.
+    """
+    args = Args(**flags, num_envs=3, train_frequency=4, batch_size=8, buffer_size=28, gamma=0.9)
+    alg, rng, plain = linear(dqn_jax, args), np.random.default_rng(0), PlainReplay()
+    params, target_params = np.array([0.5, -0.5]), np.array([1.5, 0.5])
+    state = state_of(alg, params.astype(np.float32), target_params.astype(np.float32))
+    step, resetting, updates, resets = jax.jit(alg.train_step), np.zeros(3, bool), 0, 0
+    period = {10: 2, 4: 1}[args.target_network_frequency]
+    for i in range(4):
+        rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
+        key = jax.random.fold_in(jax.random.PRNGKey(3), i)
+        state, metrics = step(state, rollout, {"gradient_steps": 3 if i else 0}, key)
+        reward = np.sign(rollout.reward) if args.clip_rewards else rollout.reward
+        plain.add(rollout._replace(reward=reward))
+        for j in range(3 if i else 0):
+            drawn = alg.replay.sample(state.replay, jax.random.fold_in(key, j), 8).indices
+            assert min(drawn) >= 3 * max(len(plain.rows) - 10, 0)  # what has not been overwritten
+            batch = plain.batch(drawn, 3, args.n_step, 0.9)
+            observation, action, reward, discount, following, valid = batch
+            next_q, rows = following * target_params, np.arange(valid.sum())
+            best = (following * (params if args.double_q else target_params)).argmax(-1)
+            error = reward + discount * next_q[rows, best] - (observation * params)[rows, action]
+            value = (observation * params)[rows, action].mean()
+            grad = np.zeros(2)
+            np.add.at(grad, action, -2 / len(rows) * error * observation[:, 0])
+            params, updates = params - 0.1 * grad, updates + 1
+            if updates % period == 0:
+                target_params = args.tau * params + (1 - args.tau) * target_params
+            resets += (~valid).sum()
+        if i:  # of the last gradient step
+            assert metrics["losses/td_loss"] == pytest.approx(np.mean(error**2), rel=1e-4)
+            assert metrics["losses/q_values"] == pytest.approx(value, rel=1e-4)
+        else:
+            assert all(np.isnan(x) for x in metrics.values())
+        np.testing.assert_allclose(state.params, params, rtol=1e-4)
+        np.testing.assert_allclose(state.target_params, target_params, rtol=1e-4)
+    assert int(state.updates) == updates == 9
+    assert resets > 5
+    assert int(alg.replay.size(state.replay)) == 30
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_no_window_goes_across_a_restart(n_step):
+    """Every window that is held, twice: where the environments went on, and where they started."""
+    args = Args(n_step=n_step, num_envs=2, train_frequency=8, batch_size=8, buffer_size=20)
+    alg, rng = linear(dqn_jax, args), np.random.default_rng(1)
+    state, step = state_of(alg, *np.zeros((2, 2), np.float32)), jax.jit(alg.train_step)
+    is_step, resetting, fold = [], np.zeros(2, bool), jax.jit(buffers.n_step_transition)
+    for _ in range(3):
+        rollout, resetting = random_rollout(rng, 4, resetting)
+        state, _ = step(state, rollout, {"gradient_steps": 0}, jax.random.PRNGKey(0))
+        is_step += list(rollout.is_step)
+    restarted = alg.restart(state)
+    rollout, _ = random_rollout(rng, 4, resetting)
+    is_step += list(rollout.is_step)
+    rows = range(6, 16 - n_step)  # of 16, the last 10 are held, and a window is n_step + 1 of them
+    indices = np.array([2 * row + i for row in rows for i in range(2)])
+    held = []
+    for start in (state, restarted):
+        new, _ = step(start, rollout, {"gradient_steps": 0}, jax.random.PRNGKey(0))
+        window = alg.replay.get(new.replay, indices)
+        held.append(np.asarray(fold(window, 0.9, window.is_step)[2]))
+    wanted = np.array([is_step[row][i] for row in rows for i in range(2)])
+    crosses = np.array([row < 12 <= row + n_step for row in rows for _ in range(2)])
+    assert (wanted & crosses).any()
+    assert (~wanted).any()
+    np.testing.assert_array_equal(held[0], wanted)
+    np.testing.assert_array_equal(held[1], wanted & ~crosses)
+
+
+# ----------------------------------------------------------------------------------- environments
+
+
+def kind_of(envs):
+    """Whether a native vector version, and what its environments are."""
+    native = not isinstance(envs, gym.vector.SyncVectorEnv) or not isinstance(
+        envs.envs[0], gym.Wrapper
     )
+    return native, getattr(envs, "envs", [envs])[0].unwrapped
 
 
-def random_rollout(steps, n, rng):
-    return Transition(
-        rng.normal(size=(steps, n, 1)).astype(np.float32),
-        rng.integers(2, size=(steps, n), dtype=np.int32),
-        rng.normal(size=(steps, n)).astype(np.float32),
-        rng.normal(size=(steps, n, 1)).astype(np.float32),
-        rng.random((steps, n)) < 0.2,
-        rng.random((steps, n)) < 0.2,
-    ), rng.random((steps, n)) < 0.8
+@pytest.mark.parametrize(
+    ("env_id", "env_kwargs", "native_from", "shape", "reward"),
+    [
+        ("Counter-v0", "{}", None, (3,), 1),  # there is no native one
+        ("CartPole-v1", "{}", 4, (4,), 1),
+        ("CartPole-v1", '{"sutton_barto_reward": true}', 4, (4,), 0),
+        ("VectorOnly-v0", "{}", 1, (3,), 1),  # there is no other
+        ("Preprocessed-v0", "{}", 1, (2,), 1),  # the native one observes something else
+        ("TakesKwargs-v0", "{}", 4, (3,), 1),
+        ("TakesKwargs-v0", '{"scale": 3}', None, (3,), 3),  # which the native one does not take
+        ("Image-v0", '{"shape": [9, 10, 3]}', None, (9, 10, 3), None),
+        ("environments:Start-v0", "{}", None, (1,), None),
+        # Functional: in the native one all others stand still where one resets.
+        ("phys2d/CartPole-v1", "{}", None, (4,), None),
+    ],
+)
+def test_the_environment_is_the_same_at_any_number_of_them(
+    env_id, env_kwargs, native_from, shape, reward
+):
+    run = Run(env_id=env_id, env_kwargs=env_kwargs)
+    for n in (1, 2, 4, 8):
+        envs = dqn_jax.make_envs(run, n)
+        assert envs.num_envs == n
+        assert envs.single_observation_space.shape == shape
+        assert kind_of(envs)[0] == (native_from is not None and n >= native_from), n
+        if reward is not None:
+            envs.reset(seed=0)
+            np.testing.assert_array_equal(envs.step(envs.action_space.sample())[1], [reward] * n)
+        envs.close()
 
 
-def test_train_step_against_a_plain_loop():
-    """Stored, sampled, updated, target moved when its interval is crossed: one thing at a time."""
-    args = Args(train_frequency=4, target_network_frequency=10, batch_size=5, tau=0.5, gamma=0.9)
-    replay = buffers.uniform_replay(50, sequence_length=1, donate=False)
-    optimizer = optax.sgd(0.1)
-
-    def q(params, observation):
-        return observation @ params
-
-    agent = make_agent(replay, (EXAMPLE, None), optimizer)
-    rollout, mask = random_rollout(4, 6, np.random.default_rng(0))
-    step = partial(dqn_jax.train_step, args=args, replay=replay, q=q, optimizer=optimizer)
-    new, metrics = jax.jit(step)(agent, rollout, mask)
-
-    rows = [jax.tree.map(lambda x, t=t, i=i: x[t, i], rollout) for t in range(4) for i in range(6)]
-    kept = [row for row, keep in zip(rows, mask.ravel(), strict=True) if keep]
-    assert int(replay.size(new.replay)) == len(kept)
-    for i, row in enumerate(kept):
-        stored, _ = replay.get(new.replay, i)
-        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y), stored, row)
-
-    params, target_params = np.asarray(agent.params), np.asarray(agent.target_params)
-    key, subkey = jax.random.split(agent.key)
-    losses, moves = [], []
-    for i, k in enumerate(jax.random.split(subkey, 6)):  # 24 environment steps, one update each 4
-        drawn, _ = replay.sample(new.replay, k, 5).experience
-        b = jax.tree.map(lambda x: np.asarray(x[:, 0]), drawn)
-        bootstrap = (b.next_observation @ target_params).max(-1)
-        target = b.reward + 0.9 * (1 - b.terminated) * bootstrap
-        value = (b.observation @ params)[np.arange(5), b.action]
-        losses.append(np.mean((target - value) ** 2))
-        grad = np.zeros_like(params)
-        np.add.at(grad[0], b.action, -2 / 5 * (target - value) * b.observation[:, 0])
-        params = params - 0.1 * grad
-        if 4 * (i + 1) // 10 > 4 * i // 10:
-            target_params = 0.5 * params + 0.5 * target_params
-            moves.append(i)
-    assert moves == [2, 4]
-    np.testing.assert_allclose(new.params, params, rtol=1e-5)
-    np.testing.assert_allclose(new.target_params, target_params, rtol=1e-5)
-    np.testing.assert_allclose(metrics["losses/td_loss"], np.mean(losses), rtol=1e-5)
-    assert int(new.since_target) == 4
-    np.testing.assert_array_equal(new.key, key)
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Run(env_id="CounterSameStep-v0"), "its autoreset_mode must be NEXT_STEP, not .*SAME_STEP"),
+        (Run(env_id="CartPole-v9"), "CartPole-v9 with env_kwargs {}: "),
+        (Run(env_id="no_such_module:X-v0"), "no_such_module:X-v0 with env_kwargs {}: "),
+        (Run(env_id="Counter-v0", env_kwargs='{"no": 1}'), "unexpected keyword argument 'no'"),
+        (Run(env_id="FrozenLake-v1"), r"observations are Discrete\(16\), no Box"),
+        (Run(env_id="Pendulum-v1"), r"DQN takes Discrete actions, not Box"),
+        (Run(num_seeds=2), "CartPole-v1 trains one agent only"),
+        (Run(num_seeds=0, log_interval=-1), "must be at least 1: num_seeds, log_interval"),
+        (Args(learning_starts=100), "learning_starts must be at least batch_size"),
+        (Args(total_timesteps=10_000), "learning_starts must be .* less than total_timesteps"),
+        (Args(num_envs=0), "must be at least 1: num_envs"),
+        (Args(train_frequency=0, n_step=0), "must be at least 1: train_frequency, n_step"),
+    ],
+)
+def test_mistakes_in_flags_are_found_before_training(run, message, tmp_path):
+    args, run = (run, Run()) if isinstance(run, Args) else (Args(), run)
+    with pytest.raises(UsageError, match=message):
+        train(args, run)
+    assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("once", [False, True])
-def test_windows_of_a_stream_are_folded_and_resets_do_not_count(once):
-    """The loss of n-step windows, against transitions that are folded by hand."""
-    n, num_envs, steps = 3, 2, 12
-    args = Args(n_step=n, buffer_size=steps * num_envs, num_envs=num_envs, batch_size=64, gamma=0.9)
-    replay, item = dqn_jax.make_replay(args, EXAMPLE, once)
-    optimizer = optax.sgd(0.0)
-    rng = np.random.default_rng(1)
-    rollout, _ = random_rollout(steps, num_envs, rng)
-    rollout = rollout._replace(next_observation=np.roll(rollout.observation, -1, axis=0))
-    done = rollout.terminated | rollout.truncated
-    mask = np.concatenate([np.ones((1, num_envs), bool), ~done[:-1]])
-    assert 3 < (~mask).sum() < 12
-    agent = dqn_jax.store(make_agent(replay, item, optimizer), rollout, mask, replay)
-    assert (agent.replay.storage[0].next_observation is None) == once
-    sample = replay.sample(agent.replay, jax.random.PRNGKey(0), 64)
-    window, is_step = sample.experience
-    batch = dqn_jax.Batch(*buffers.n_step_transition(window, args.gamma, is_step))
-    for b, index in enumerate(np.asarray(sample.indices)):
-        t, i = index // num_envs, index % num_envs
-        assert batch.valid[b] == mask[t, i]
-        total, m = 0.0, 0
-        while m < n:
-            total += 0.9**m * rollout.reward[t + m, i]
-            m += 1
-            if done[t + m - 1, i]:
-                break
-        assert batch.transition.reward[b] == pytest.approx(total, rel=1e-5, abs=1e-6)
-        after = rollout.next_observation[t + m - 1, i]
-        np.testing.assert_array_equal(batch.transition.next_observation[b], after)
-        ended = rollout.terminated[t + m - 1, i]
-        assert batch.discount[b] == pytest.approx(0 if ended else 0.9**m)
+def test_a_buffer_that_does_not_divide_is_rounded_up():
+    """So that it holds at least what was asked for, and at least one window."""
+    for size, num_envs, n_step, rows in ((10, 3, 1, 4), (9, 3, 1, 3), (10, 8, 3, 4)):
+        alg = linear(dqn_jax, Args(buffer_size=size, num_envs=num_envs, n_step=n_step))
+        assert alg.replay.init(alg.example).storage.reward.shape == (rows, num_envs)
 
 
 # ------------------------------------------------------------------------------------ the collector
 
 
 def alone(seed, actions):
-    """The transitions and episodes of one Counter, reset by hand, for as many actions as given."""
+    """The steps of one Counter that is reset by hand, for as many actions as given."""
     env = gym.make("Counter-v0")
     observation, _ = env.reset(seed=seed)
-    transitions, episodes, total, length = [], [], 0.0, 0
+    steps = []
     for action in actions:
         after, reward, terminated, truncated, _ = env.step(int(action))
-        transitions.append(Transition(observation, action, reward, after, terminated, truncated))
-        observation, total, length = after, total + reward, length + 1
-        if terminated or truncated:
-            episodes.append((total, length))
-            observation, total, length = env.reset()[0], 0.0, 0
-    return transitions, episodes
+        steps.append(Step(observation, action, reward, terminated, truncated, True, after))
+        observation = env.reset()[0] if terminated or truncated else after
+    return steps
 
 
-@pytest.mark.parametrize(
-    ("env_id", "async_envs"),
-    [("Counter-v0", False), ("environments:Counter-v0", True), ("CounterSameStep-v0", False)],
-)
-def test_collector_against_environments_stepped_alone(env_id, async_envs):
-    n, num_steps, rollouts = 3, 7, 4
-    envs = dqn_jax.make_envs(Args(env_id=env_id, num_envs=n, async_envs=async_envs))
-    dqn_jax.check_envs(Args(env_id=env_id), envs)
-    rng = np.random.default_rng(0)
-    state, example = dqn_jax.reset_envs(envs, seed=5), dqn_jax.example_transition(envs)
-    seen = [[] for _ in range(n)]
-    episodes = []
-    masked = 0
+def test_collector_against_environments_stepped_alone():
+    """All of every step, over rollouts, with and without exploration."""
+    n, rollouts = 3, 4
+    alg = linear(dqn_jax, Args(num_envs=n, train_frequency=21), features=3, num_actions=3)
+    assert alg.shape == (7, n)
+    envs = dqn_jax.make_envs(Run(env_id="Counter-v0"), n)
+    state, rng = EnvState(envs.reset(seed=5)[0], np.zeros(n, bool)), np.random.default_rng(0)
+    view = jnp.asarray(rng.normal(size=9), jnp.float32)
+    collected, noises = [], []
     for _ in range(rollouts):
-        actions = rng.integers(3, size=(num_steps, n))
-
-        def act(t, observation, actions=actions):
-            assert observation.shape == (n, 3)
-            return actions[t]
-
-        state, rollout, mask, ended = dqn_jax.collect(envs, state, act, num_steps, example)
-        episodes += ended
-        masked += (~mask).sum()
-        np.testing.assert_array_equal(rollout.action, actions)
-        for t, i in zip(*np.nonzero(mask), strict=True):
-            seen[i].append(jax.tree.map(lambda x, t=t, i=i: x[t, i], rollout))
+        noises.append(rng.integers(-1, 3, size=(7, n), dtype=np.int32))
+        before = np.copy(state.observation)
+        state, rollout = dqn_jax.collect(alg, envs, state, view, noises[-1])
+        np.testing.assert_array_equal(rollout.observation[0], before)
+        np.testing.assert_array_equal(rollout.next_observation, state.observation)
+        collected.append(rollout)
     envs.close()
-    ends = 0
-    expected_episodes = []
-    for i in range(n):
-        expected, ended = alone(5 + i, [transition.action for transition in seen[i]])
-        ends += sum(bool(row.terminated or row.truncated) for row in expected)
-        expected_episodes += ended
-        for got, wanted in zip(seen[i], expected, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, got, wanted)
-    assert ends > 3 * n
-    assert sorted(episodes) == sorted(expected_episodes)
-    # A step is masked if, and only if, it does nothing but reset.
-    pending = int(state.resetting.sum())
-    assert masked == (0 if "SameStep" in env_id else ends - pending)
-
-
-def test_native_vector_version_is_used_from_four_environments_on():
-    assert isinstance(dqn_jax.make_envs(Args()), gym.vector.SyncVectorEnv)
-    native = dqn_jax.make_envs(Args(num_envs=4))
-    assert type(native).__name__ == "CartPoleVectorEnv"
-    # CartPole's reward is 1 a step, its time limit 500: returns are lengths, and nothing is lost.
-    state = dqn_jax.reset_envs(native, seed=0)
-    rng = np.random.default_rng(0)
-    state, rollout, mask, episodes = dqn_jax.collect(
-        native, state, lambda t, o: rng.integers(2, size=4), 200, dqn_jax.example_transition(native)
-    )
-    assert all(total == length for total, length in episodes)
-    assert sum(length for _, length in episodes) + state.episode_length.sum() == mask.sum()
+    rollout = jax.tree.map(lambda *x: np.concatenate(x), *collected)
+    noise = np.concatenate(noises)
+    assert {name: x.dtype for name, x in rollout._asdict().items()} == {
+        "observation": np.float32,
+        "action": np.int32,
+        "reward": np.float32,
+        "terminated": bool,
+        "truncated": bool,
+        "is_step": bool,
+        "next_observation": np.float32,
+    }
+    greedy = (rollout.observation @ np.asarray(view).reshape(3, 3)).argmax(-1)
+    np.testing.assert_array_equal(rollout.action, np.where(noise < 0, greedy, noise))
+    following = np.concatenate([rollout.observation[1:], collected[-1].next_observation[None]])
     done = rollout.terminated | rollout.truncated
-    np.testing.assert_array_equal(~mask[1:], done[:-1])
-    np.testing.assert_array_equal(rollout.next_observation[:-1], rollout.observation[1:])
-    angle = np.abs(rollout.next_observation[..., 2])[done]
-    position = np.abs(rollout.next_observation[..., 0])[done]
-    assert ((angle > 0.2095) | (position > 2.4)).all()  # the true final observation, not a reset's
+    np.testing.assert_array_equal(rollout.is_step[1:], ~done[:-1])  # the step after an end resets
+    assert rollout.is_step[0].all()
+    np.testing.assert_array_equal(state.resetting, done[-1])
+    assert (rollout.reward[~rollout.is_step] == 0).all()
+    rollout = rollout._replace(next_observation=following)
+    for i in range(n):
+        kept = [jax.tree.map(lambda x, t=t, i=i: x[t, i], rollout) for t in range(7 * rollouts)]
+        kept = [step for step in kept if step.is_step]
+        assert sum(step.terminated for step in kept) > 1
+        assert sum(step.truncated for step in kept) > 1
+        wanted = alone(5 + i, [step.action for step in kept])
+        for got, expected in zip(kept, wanted, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def test_functional_environments_are_stepped_one_by_one():
-    envs = dqn_jax.make_envs(Args(env_id="phys2d/CartPole-v1", num_envs=4, compiled=False))
-    assert isinstance(envs, gym.vector.SyncVectorEnv)
-    assert envs.num_envs == 4
+def test_native_environments_are_collected_without_a_loss():
+    """CartPole's reward is 1 a step; the observation after the last one is out of bounds."""
+    alg = linear(dqn_jax, Args(num_envs=4, train_frequency=800), features=4)
+    envs = dqn_jax.make_envs(Run(), 4)
+    assert type(envs).__name__ == "CartPoleVectorEnv"
+    state = EnvState(envs.reset(seed=0)[0], np.zeros(4, bool))
+    noise = np.random.default_rng(0).integers(2, size=(200, 4), dtype=np.int32)
+    state, rollout = dqn_jax.collect(alg, envs, state, np.zeros(8, np.float32), noise)
+    envs.close()
+    np.testing.assert_array_equal(rollout.reward, rollout.is_step)
+    done = (rollout.terminated | rollout.truncated)[:-1]
+    assert done.sum() > 20
+    np.testing.assert_array_equal(rollout.is_step[1:], ~done)
+    last = np.abs(rollout.observation[1:][done])
+    assert ((last[:, 2] > 0.2095) | (last[:, 0] > 2.4)).all()
+
+
+def test_statistics_of_episodes_against_a_plain_loop():
+    """Across rollouts, and across the points of the charts, which start the sums anew."""
+    n, steps = 4, 6
+    stub = SimpleNamespace(train_step=lambda state, *_: (state, {}), view=lambda state: state)
+    stub.shape = steps, n
+    update, rng = jax.jit(partial(dqn_jax.learn, stub)), np.random.default_rng(2)
+    training = Training(0, jax.random.PRNGKey(0), jnp.zeros((2, n)), jnp.zeros(3), None)
+    resetting, totals, lengths = np.zeros(n, bool), np.zeros(n), np.zeros(n)
+    seen = 0
+    for _ in range(10):
+        training = training._replace(ended=jnp.zeros(3))
+        episodes = []
+        for _ in range(3):
+            rollout, resetting = random_rollout(rng, steps, resetting)
+            rollout = rollout._replace(reward=np.round(8 * rollout.reward))  # exact sums
+            training, metrics, _ = update(training, rollout, {"epsilon": 0.5})
+            for t in range(steps):
+                for i in range(n):
+                    totals[i] += rollout.reward[t, i]
+                    lengths[i] += rollout.is_step[t, i]
+                    if rollout.terminated[t, i] or rollout.truncated[t, i]:
+                        episodes.append((totals[i], lengths[i]))
+                        totals[i] = lengths[i] = 0
+        np.testing.assert_array_equal(training.current, [totals, lengths])
+        sums = np.sum(episodes, axis=0)
+        np.testing.assert_array_equal(training.ended, [len(episodes), *sums])
+        assert metrics["charts/episodic_return"] == pytest.approx(sums[0] / len(episodes), rel=1e-6)
+        assert metrics["charts/episodic_length"] == pytest.approx(sums[1] / len(episodes), rel=1e-6)
+        assert metrics["charts/epsilon"] == 0.5
+        seen += len(episodes)
+    assert seen > 100
+    no_end = np.zeros((steps, n), bool)  # nothing is logged where no episode ends
+    rollout = rollout._replace(terminated=no_end, truncated=no_end)
+    _, metrics, _ = update(training._replace(ended=jnp.zeros(3)), rollout, {"epsilon": 0.5})
+    assert np.isnan(metrics["charts/episodic_return"])
+
+
+def test_rewards_are_learned_from_by_their_sign():
+    """And counted as they are."""
+    args = Args(num_envs=2, train_frequency=6, batch_size=8, clip_rewards=True)
+    alg = linear(dqn_jax, args)
+    rollout, _ = random_rollout(np.random.default_rng(0), 3, np.zeros(2, bool))
+    rollout = rollout._replace(
+        reward=np.array([[2.5, -7.0], [0.0, 0.25], [100.0, -0.5]], np.float32),
+        terminated=np.array([[False, False], [False, False], [True, False]]),
+        truncated=np.array([[False, False], [False, False], [False, True]]),
+        is_step=np.ones((3, 2), bool),
+    )
+    agent = state_of(alg, *np.zeros((2, 2), np.float32))
+    training = Training(agent, jax.random.PRNGKey(0), jnp.zeros((2, 2)), jnp.zeros(3), None)
+    update = jax.jit(partial(dqn_jax.learn, alg))
+    training, metrics, _ = update(training, rollout, {"gradient_steps": 0})
+    stored = training.agent.replay.storage.reward[:3]
+    np.testing.assert_array_equal(stored, [[1, -1], [0, 1], [1, -1]])
+    np.testing.assert_array_equal(training.ended, [2, 102.5 - 7.25, 6])
+    assert metrics["charts/episodic_return"] == (102.5 - 7.25) / 2
+
+
+# ------------------------------------------------------------------------------------ a whole run
+
+
+SHORT = Args(total_timesteps=3_000, learning_starts=600)
+SHORT_RUN = Run(log_interval=500, eval_episodes=0)
+
+
+@pytest.fixture(scope="module", params=[1, 8])
+def two_runs(request, tmp_path_factory):
+    """Algorithm, Run, and what two runs with the same flags gave."""
+    with pytest.MonkeyPatch.context() as patch:
+        args, run, runs = replace(SHORT, num_envs=request.param), SHORT_RUN, []
+        for _ in range(2):
+            patch.chdir(tmp_path_factory.mktemp("run"))
+            runs.append(train(args, run))
+    return DQN(args, np.zeros(4, np.float32), TWO), args, run, runs
+
+
+def test_same_seed_same_run(two_runs):
+    """The same parameters, the same replay, the same events."""
+    *_, args, run, (first, second) = two_runs
+    jax.tree.map(np.testing.assert_array_equal, first[0], second[0])
+    np.testing.assert_array_equal(first[1], second[1])
+    scalars, others = (read_events(folder)[0] for *_, folder in (first, second))
+    assert scalars.pop("charts/SPS") != others.pop("charts/SPS")
+    assert scalars == others
+    other = train(args, replace(run, seed=2))
+    assert (other[0].agent.params != first[0].agent.params).any()
+    assert other[1] != first[1]
+
+
+def test_run_against_a_plain_loop(two_runs):
+    """Without threads: a rollout is collected with the parameters of before the last update."""
+    alg, args, run, ((trained, returns, folder), _) = two_runs
+    training = dqn_jax.set_up(args, run, Path("no_video"))[2]
+    interval = -(-500 // alg.size) * alg.size
+    explore, learn = jax.jit(alg.explore), partial(dqn_jax.learn, alg)
+    update = jax.jit(learn, donate_argnums=0)
+    envs = dqn_jax.make_envs(run, args.num_envs)
+    env_state = EnvState(envs.reset(seed=1)[0], np.zeros(args.num_envs, bool))
+    views = [jnp.copy(alg.view(training.agent))] * 2
+    charts, ended, totals = {}, [], np.zeros(args.num_envs)
+    for step in range(0, args.total_timesteps, interval):
+        keys = jax.random.split(
+            jax.random.fold_in(jax.random.PRNGKey(1), step), interval // alg.size
+        )
+        ended.append([])
+        for i, key in enumerate(keys):
+            now = {k: x[0] for k, x in alg.schedule(np.array([step + i * alg.size])).items()}
+            noise = np.asarray(explore(key, now))
+            env_state, rollout = dqn_jax.collect(alg, envs, env_state, views.pop(0), noise)
+            training, metrics, view = update(training, rollout, now)
+            views.append(view)
+            for t, done in enumerate(rollout.terminated | rollout.truncated):
+                totals += rollout.reward[t]
+                ended[-1] += list(totals[done])
+                totals[done] = 0
+        charts[step + interval] = metrics
+    envs.close()
+    jax.tree.map(np.testing.assert_array_equal, trained.agent, training.agent)
+
+    scalars, text = read_events(folder)
+    steps = range(interval, args.total_timesteps + interval, interval)
+    mean_returns = [float(np.mean(x)) for x in ended]
+    charted = scalars.pop("charts/episodic_return")
+    assert charted == [(s, pytest.approx(x)) for s, x in zip(steps, mean_returns, strict=True)]
+    assert scalars.pop("charts/episodic_length") == charted  # CartPole pays 1 a step
+    assert all(value > 0 for _, value in scalars.pop("charts/SPS"))
+    assert set(scalars) == {
+        "charts/epsilon",
+        "charts/gradient_steps",
+        "losses/td_loss",
+        "losses/q_values",
+    }
+    for tag, points in scalars.items():  # without losses before there is a gradient step
+        wanted = [(s, charts[s][tag]) for s in steps if not np.isnan(charts[s][tag])]
+        assert points == [(s, pytest.approx(float(x), rel=1e-6)) for s, x in wanted], tag
+    assert 3 < len(scalars["losses/td_loss"]) < len(steps)
+    assert "|learning_starts|600|" in text
+    assert "|env_id|CartPole-v1|" in text
+    # The figure at the end: the last log intervals that together have at least 100 episodes.
+    last = [list(chain(*ended[i:])) for i in range(len(ended))]
+    last = [x for x in last if len(x) >= 100]
+    assert len(last) > 1
+    assert len(last[-1]) > len(ended[-1])
+    assert returns == pytest.approx(np.mean(last[-1]), rel=1e-5)
+    # One gradient step per 10 steps, from the iteration on that passes learning_starts.
+    learning = len(steps) * interval - 600 // alg.size * alg.size
+    assert int(trained.agent.updates) == int(trained.agent.opt_state[0].count) == learning // 10
 
 
 # ------------------------------------------------------------------------------------- the learning
 
 
 PROBE = Args(
-    total_timesteps=10_000,
+    total_timesteps=4_000,
+    num_envs=8,
     learning_starts=200,
     buffer_size=1_000,
     batch_size=64,
     train_frequency=4,
     target_network_frequency=40,
-    learning_rate=2e-3,
+    learning_rate=1e-2,
     gamma=0.5,
     start_e=1.0,
     end_e=1.0,
 )
 
 
-def learned_q(result, observations, num_actions=2):
-    *_, q = dqn_jax.flatten_network(dqn_jax.QNetwork(num_actions), observations[0])
-    return np.asarray(q(result.agent.params, np.asarray(observations)))
-
-
-def args_with(**changes):
-    return Args(**{**vars(PROBE), **changes})
+def learned_q(module, env_id, observations, args, **flags):
+    """Q(s, .) of observations after training with PROBE's flags and these."""
+    training, _, _ = module.train(
+        module.Args(**vars(args) | flags), module.Run(env_id=env_id, eval_episodes=0)
+    )
+    alg = module.Algorithm(module.Args(), observations[0], TWO)
+    return training, np.asarray(jax.jit(alg.q)(training.agent.params, observations))
 
 
 @pytest.mark.parametrize(
-    ("kind", "observations", "values"),
+    ("env_id", "observations", "values"),
     [
-        ("constant", [[0.0]], [[1.0, 1.0]]),
-        ("observation", [[-1.0], [1.0]], [[-1.0, -1.0], [1.0, 1.0]]),
-        ("discount", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
-        ("action", [[0.0]], [[-1.0, 1.0]]),
-        ("both", [[-1.0], [1.0]], [[1.0, -1.0], [-1.0, 1.0]]),
-        ("truncation", [[0.0]], [[2.0, 2.0]]),  # 1 / (1 - gamma): a cut is not an end
+        ("Probe-constant-v0", [[0.0]], [[1.0, 1.0]]),
+        ("Probe-observation-v0", [[-1.0], [1.0]], [[-1.0, -1.0], [1.0, 1.0]]),
+        ("Probe-discount-v0", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
+        ("Probe-action-v0", [[0.0]], [[-1.0, 1.0]]),
+        ("Start-v0", [[0.0]], [[-1.0, 1.0]]),  # its actions are 1 and 2
+        ("Probe-both-v0", [[-1.0], [1.0]], [[1.0, -1.0], [-1.0, 1.0]]),
+        ("Probe-truncation-v0", [[0.0]], [[2.0, 2.0]]),  # 1 / (1 - gamma): a cut is not an end
     ],
 )
-def test_probe_values(kind, observations, values):
-    result = dqn_jax.train(args_with(env_id=f"Probe-{kind}-v0", num_envs=2))
-    q = learned_q(result, np.array(observations, np.float32))
-    np.testing.assert_allclose(q, values, atol=0.05)
+def test_probe_values(env_id, observations, values):
+    _, q = learned_q(dqn_jax, env_id, np.array(observations, np.float32), PROBE)
+    np.testing.assert_allclose(q, values, atol=0.01)
 
 
 @pytest.mark.parametrize(
-    ("env_id", "value"),
-    [("Probe-truncation-v0", 2.0), ("Probe-discount-v0", 0.5), ("CounterSameStep-v0", None)],
+    ("env_id", "value"), [("Probe-truncation-v0", 2.0), ("Probe-discount-v0", 0.5)]
 )
 def test_n_step_probe_values(env_id, value):
     """Ends of both kinds within three steps leave the values what they are with one."""
-    result = dqn_jax.train(args_with(env_id=env_id, n_step=3, num_envs=2))
-    assert len(result.agent.replay.storage[0].reward) == 500
-    if value is not None:
-        q = learned_q(result, np.zeros((1, 1), np.float32))
-        np.testing.assert_allclose(q, value, atol=0.05)
+    _, q = learned_q(dqn_jax, env_id, VECTOR[None], PROBE, n_step=3)
+    np.testing.assert_allclose(q, value, atol=0.01)
 
 
 def test_probe_value_with_double_q_and_soft_target():
-    result = dqn_jax.train(args_with(env_id="Probe-truncation-v0", double_q=True, tau=0.5))
-    np.testing.assert_allclose(learned_q(result, np.zeros((1, 1), np.float32)), 2.0, atol=0.05)
+    flags = dict(double_q=True, tau=0.5)
+    _, q = learned_q(dqn_jax, "Probe-truncation-v0", VECTOR[None], PROBE, **flags)
+    np.testing.assert_allclose(q, 2.0, atol=0.01)
 
 
-def test_image_probe(capsys):
+def test_image_probe():
     """uint8 images go through the Nature CNN, stay uint8 in the buffer, and can be learned from."""
-    args = args_with(
-        env_id="ProbeImage-v0", total_timesteps=1_200, batch_size=16, learning_rate=3e-4
-    )
-    result = dqn_jax.train(args)
-    stored, is_step = result.agent.replay.storage
+    black, white = np.zeros((4, 36, 36), np.uint8), np.full((4, 36, 36), 255, np.uint8)
+    flags = dict(total_timesteps=600, batch_size=16, learning_rate=3e-4)
+    training, q = learned_q(dqn_jax, "ProbeImage-v0", np.stack([black, white]), PROBE, **flags)
+    stored = training.agent.replay.storage
     assert stored.observation.dtype == jnp.uint8
+    assert stored.observation.shape == (125, 8, 4, 36, 36)
     assert stored.next_observation is None  # each observation once
-    assert is_step.shape == (1000, 1)
-    assert "replay buffer: 1000 steps, 0.01 GB" in capsys.readouterr().out
-    sizes = (4 * 64 * 32 + 32, 32 * 16 * 64 + 64)  # the first two layers alone
-    assert result.agent.params.size > sum(sizes)
-    black, white = np.zeros((1, 4, 36, 36), np.uint8), np.full((1, 4, 36, 36), 255, np.uint8)
-    q = learned_q(result, np.concatenate([black, white]))
-    np.testing.assert_allclose(q, [[1.0, -1.0], [-1.0, 1.0]], atol=0.25)
-
-
-@pytest.mark.parametrize("shape", [(84, 84), (84, 84, 3), (4, 84, 84)])
-def test_nature_cnn_layouts(shape):
-    """3,136 features go into the dense layer of the paper, whatever the layout of the image."""
-    network = dqn_jax.QNetwork(5)
-    image = np.zeros((1, *shape), np.uint8)
-    params = network.init(jax.random.PRNGKey(0), image)
-    channels = {2: 1, 3: min(shape)}[len(shape)]
-    cnn = params["params"]["NatureCNN_0"]
-    assert cnn["Conv_0"]["kernel"].shape == (8, 8, channels, 32)
-    assert cnn["Dense_0"]["kernel"].shape == (3136, 512)
-    assert network.apply(params, image).shape == (1, 5)
-
-
-SHORT = dict(total_timesteps=3_000, learning_starts=500, log_interval=500)
-
-
-@pytest.mark.parametrize("num_envs", [1, 8])
-def test_same_seed_same_run(num_envs):
-    first = dqn_jax.train(Args(num_envs=num_envs, **SHORT))
-    second = dqn_jax.train(Args(num_envs=num_envs, **SHORT))
-    other = dqn_jax.train(Args(num_envs=num_envs, seed=2, **SHORT))
-    jax.tree.map(np.testing.assert_array_equal, first.agent, second.agent)
-    assert first.returns == second.returns != other.returns
-
-
-@pytest.mark.parametrize("num_envs", [1, 8, 64])
-def test_ratio_of_gradient_steps_to_environment_steps(num_envs):
-    """One gradient step per train_frequency environment steps, whatever the number of them."""
-    args = Args(num_envs=num_envs, **SHORT)
-    result = dqn_jax.train(args)
-    iteration = np.lcm(num_envs, 10)
-    total = -(-3_000 // iteration) * iteration
-    learning = total - 500 // iteration * iteration
-    assert int(result.agent.opt_state[0].count) == learning // 10
-
-
-# ------------------------------------------------------------------------------------- the program
-
-
-def run_script(*flags, folder, script=ROOT / "dqn_jax.py"):
-    environment = {**os.environ, "PYTHONPATH": ""}
-    return subprocess.run(
-        [sys.executable, str(script), *flags],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_copy_pasted_script_runs_and_its_events_can_be_read(tmp_path):
-    """buffers.py and the script in an empty folder are all that is needed."""
-    for name in ("buffers.py", "dqn_jax.py"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    flags = "--total-timesteps 3000 --learning-starts 500 --log-interval 500 --num-envs 2"
-    done = run_script(*flags.split(), folder=tmp_path, script=tmp_path / "dqn_jax.py")
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("CartPole-v1__dqn_jax__1__")
-    assert re.search(rf"{folder.name}: mean return of the last 100 episodes \d+\.\d\d", done.stdout)
-    scalars, events = read_events(folder)
-    assert set(scalars) == {
-        "charts/episodic_return",
-        "charts/episodic_length",
-        "charts/SPS",
-        "charts/epsilon",
-        "losses/td_loss",
-        "losses/q_values",
-        "charts/final_return",
-        "eval/episodic_return",
-    }
-    for tag, points in scalars.items():
-        steps, values = zip(*points, strict=True)
-        assert np.isfinite(values).all(), tag
-        assert list(steps) == sorted(steps)
-    assert [step for step, _ in scalars["charts/epsilon"]] == list(range(500, 3001, 500))
-    assert [step for step, _ in scalars["losses/td_loss"]] == list(range(1000, 3001, 500))
-    np.testing.assert_allclose(scalars["charts/epsilon"][1][1], 1 - 0.95 * 990 / 1500, rtol=1e-6)
-    assert scalars["charts/epsilon"][-1][1] == pytest.approx(0.05)
-    # CartPole pays 1 a step: returns are lengths, and steps that only reset count in neither.
-    assert scalars["charts/episodic_return"] == scalars["charts/episodic_length"]
-    (text,) = events.Tensors("hyperparameters/text_summary")
-    assert "|learning_starts|500|" in text.tensor_proto.string_val[0].decode()
-
-
-def test_interrupt_keeps_what_was_logged(tmp_path):
-    # A runner that was started in the background ignores SIGINT, and its children with it.
-    restore = (
-        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    )
-    script = [str(ROOT / "dqn_jax.py"), "--log-interval", "100"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", restore, *script], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.time() + 120
-        while not list(tmp_path.glob("runs/*/events*")) and time.time() < deadline:
-            time.sleep(0.1)
-        time.sleep(3)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130
-    assert "interrupted: what was logged is kept" in stderr
-    assert "Traceback" not in stderr
-    (folder,) = (tmp_path / "runs").iterdir()
-    scalars, _ = read_events(folder)
-    assert len(scalars["charts/SPS"]) > 5
-    assert scalars["charts/episodic_return"]
-
-
-def test_interrupt_waits_for_a_write(monkeypatch):
-    """A write that Ctrl-C cuts short would leave half an event, and hide those after it."""
-    write, written = EventsWriter.write_event, []
-
-    def write_event(self, event):
-        if written and written[-1]:  # the first ones are written before training
-            signal.raise_signal(signal.SIGINT)
-        write(self, event)
-        written.append(event.step)
-
-    monkeypatch.setattr(EventsWriter, "write_event", write_event)
-    with pytest.raises(KeyboardInterrupt):
-        dqn_jax.train(Args(**SHORT))
-    assert written
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(env_id="CartPole-v9"), "env_id CartPole-v9: .*"),
-        (dict(env_id="no_such_module:X-v0"), "env_id no_such_module:X-v0: .*"),
-        (
-            dict(env_id="Pendulum-v1"),
-            r"env_id Pendulum-v1: DQN takes actions Discrete\(n\), got Box",
-        ),
-        (
-            dict(env_id="FrozenLake-v1"),
-            "env_id FrozenLake-v1: observations must be a Box, got Disc",
-        ),
-        (dict(batch_size=20_000), "batch_size 20000 is larger than buffer_size"),
-        (dict(learning_starts=100), "learning_starts 100 must be at least batch_size 128"),
-        (
-            dict(total_timesteps=10_000),
-            "learning_starts 10000 must be .* less than total_timesteps",
-        ),
-        (dict(num_envs=0), "num_envs must be at least 1, got 0"),
-        (dict(train_frequency=0), "train_frequency must be at least 1"),
-        (
-            dict(num_envs=7, train_frequency=4001),
-            "num_envs 7 and train_frequency 4001 do not divide",
-        ),
-        (dict(gamma=1.5), "gamma must be from 0 to 1, got 1.5"),
-        (dict(n_step=3, num_envs=3), "buffer_size or n_step: max_size 10000 is not a multiple"),
-        (dict(seed=-1), "seed must be at least 0, got -1"),
-        (dict(learning_rate=3.0), "learning_rate must be from 0 to 1"),
-    ],
-)
-def test_mistakes_in_flags_are_found_before_training(changes, message, tmp_path):
-    with pytest.raises(UsageError, match=message):
-        dqn_jax.train(Args(**changes))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_disabled_autoreset_is_refused():
-    envs = gym.make_vec(
-        "Counter-v0", 2, "sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.DISABLED}
-    )
-    with pytest.raises(UsageError, match="must be NEXT_STEP or SAME_STEP, got"):
-        dqn_jax.check_envs(Args(env_id="Counter-v0"), envs)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--env-id CartPole-v9", "error: env_id CartPole-v9: "),
-        ("--buffer-size 64", "error: batch_size 128 is larger than buffer_size"),
-    ],
-)
-def test_mistakes_in_flags_are_one_line_and_exit_code_2(flags, message, tmp_path):
-    done = run_script(*flags.split(), folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(message)
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "runs").exists()
-
-
-def test_help_has_a_line_for_every_flag(tmp_path):
-    done = run_script("--help", folder=tmp_path)
-    assert done.returncode == 0
-    for name in vars(Args()):
-        assert f"--{name.replace('_', '-')}" in done.stdout
-
-
-def shared_blocks(script):
-    """name: text, of what stands between the marks."""
-    text = (ROOT / script).read_text()
-    marks = [line.strip() for line in text.splitlines() if "# === " in line]
-    names = [re.fullmatch(r"# === shared: ([\w ]+) ===", mark) for mark in marks[::2]]
-    assert all(names)
-    assert set(marks[1::2]) == {"# === end shared ==="}
-    blocks = re.findall(r"# === shared: ([\w ]+) ===\n(.*?)# === end shared ===", text, re.DOTALL)
-    assert len(dict(blocks)) == len(blocks) == len(names)
-    return dict(blocks)
-
-
-def test_text_that_the_scripts_share_is_the_same():
-    blocks = shared_blocks("dqn_jax.py")
-    assert len(blocks) >= 6
-    for script in ("per_dqn_jax.py", "ppo_jax.py"):
-        assert shared_blocks(script) == blocks, script
+    np.testing.assert_allclose(q, [[1.0, -1.0], [-1.0, 1.0]], atol=0.1)

@@ -1,20 +1,25 @@
 """per_dqn_jax.py: what it changes of dqn_jax.py, against hand computations and known values."""
 
-import difflib
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 
 import environments  # noqa: F401  (registers)
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from test_dqn import ROOT, batch_of_three, learned_q, random_rollout, read_events, run_script
+from events import compile_once, read_events  # noqa: F401  (a fixture of the module)
+from test_dqn import (
+    PROBE,
+    PlainReplay,
+    learned_q,
+    linear,
+    random_rollout,
+    state_of,
+    windows_by_hand,
+)
 
-import buffers
 import per_dqn_jax
-from per_dqn_jax import Args, Transition
+from per_dqn_jax import Args, Run, Step, train
 
 
 @pytest.fixture(autouse=True)
@@ -22,154 +27,140 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_it_differs_from_dqn_by_prioritisation_only():
-    """At most 60 lines, counted as diff shows them: once where removed, once where added."""
-    plain, prioritised = (
-        (ROOT / name).read_text().splitlines() for name in ("dqn_jax.py", "per_dqn_jax.py")
-    )
-    changed = [
-        line
-        for line in difflib.unified_diff(plain, prioritised, lineterm="", n=0)
-        if line[0] in "+-" and line[:3] not in ("+++", "---")
-    ]
-    assert 20 < len(changed) <= 60, len(changed)
-
-
 @pytest.mark.parametrize("double_q", [False, True])
 def test_loss_by_hand(double_q):
-    def q(params, observation):
-        return jnp.broadcast_to(params, (len(observation), 2))
-
+    """Each row counts by its weight; one that only resets has no weight and gets priority 0."""
+    alg = linear(per_dqn_jax, Args(gamma=0.5, double_q=double_q, priority_epsilon=0.125))
     params, target_params = jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0])
-    weights = jnp.array([0.5, 1.0, 0.25])
-    args = Args(double_q=double_q)
-    loss = partial(
-        per_dqn_jax.loss_fn, batch=batch_of_three(per_dqn_jax), weights=weights, q=q, args=args
-    )
-    (value, (mean_q, error)), grad = jax.value_and_grad(loss, has_aux=True)(params, target_params)
+    seen = []
+
+    def weigh(valid):
+        seen.append(valid)
+        return jnp.array([0.5, 1.0, 0.25, 1e6])
+
+    grad_fn = jax.value_and_grad(alg.loss, has_aux=True)
+    (loss, (metrics, priorities)), grad = grad_fn(params, target_params, windows_by_hand(), weigh)
     bootstrap = 4.0 if double_q else 10.0  # action 1 is best online, action 0 in the target
     errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
-    np.testing.assert_allclose(error, errors)
-    assert value == pytest.approx(np.mean([0.5, 1.0, 0.25] * errors**2))
-    assert mean_q == pytest.approx((1 + 2 + 1) / 3)
+    np.testing.assert_array_equal(seen[0], [True, True, True, False])
+    np.testing.assert_array_equal(priorities, [*(np.abs(errors) + 0.125), 0])
+    assert loss == pytest.approx(np.mean([0.5, 1.0, 0.25] * errors**2))
+    assert metrics["losses/td_loss"] == loss
+    assert metrics["losses/q_values"] == pytest.approx((1 + 2 + 1) / 3)
+    assert metrics["losses/importance_weight_min"] == 0.25
     wanted = [-2 * (0.5 * errors[0] + 0.25 * errors[2]) / 3, -2 * errors[1] / 3]
     np.testing.assert_allclose(grad, wanted)
 
 
+def test_schedule_of_beta():
+    """From its start to exactly 1 at the end of training, where the bias matters."""
+    alg = linear(per_dqn_jax, Args(total_timesteps=3_000, learning_starts=500))
+    beta = alg.schedule(np.array([0, 1_500, 2_990, 3_000, 4_000]))["beta"]
+    np.testing.assert_allclose(beta, [0.4, 0.7, 0.998, 1, 1], rtol=1e-6)
+    assert (beta[3:] == 1).all()
+    assert set(alg.schedule(np.array([0]))) == {"epsilon", "gradient_steps", "beta"}
+
+
 def test_train_step_against_a_plain_loop():
-    """Drawn by priority, weighted, updated, priorities put back: one thing at a time."""
-    args = Args(
-        train_frequency=4,
-        target_network_frequency=1000,
-        batch_size=5,
-        gamma=0.9,
-        double_q=False,
-        priority_epsilon=0.01,
-    )
-    replay = buffers.prioritised_replay(50, 0.6, sequence_length=1, donate=False)
-    optimizer = optax.sgd(0.1)
+    """Drawn by priority, weighted, updated, priorities put back: one thing at a time.
 
-    def q(params, observation):
-        return observation @ params
-
-    params = jnp.array([[0.5, -0.5]])
-    item = Transition(np.zeros(1, np.float32), 0, 0.0, np.zeros(1, np.float32), False, False)
-    agent = per_dqn_jax.Agent(
-        params,
-        params + 1.0,
-        optimizer.init(params),
-        replay.init((item, None)),
-        jax.random.PRNGKey(3),
-        jnp.int32(0),
-    )
-    rollout, mask = random_rollout(4, 6, np.random.default_rng(0))
-    rollout = Transition(*rollout)
-    step = partial(per_dqn_jax.train_step, args=args, replay=replay, q=q, optimizer=optimizer)
-    new, metrics = jax.jit(step)(agent, rollout, mask, jnp.float32(0.7))
-
-    size = int(mask.sum())
-    kept = jax.tree.map(lambda x: x.reshape(24, *x.shape[2:])[mask.ravel()], rollout)
-    state = replay.add_batch(agent.replay, (kept, None))
-    weights_of = np.ones(size)  # priorities ** 0.6: those of new items are 1
+    The buffer of 10 steps of 3 environments is overwritten; a step that only resets is garbage.
+    """
+    flags = dict(priority_exponent=0.6, priority_epsilon=0.01, double_q=False, n_step=2, gamma=0.9)
+    args = Args(**flags, num_envs=3, train_frequency=4, batch_size=8, buffer_size=30)
+    alg, rng, plain = linear(per_dqn_jax, args), np.random.default_rng(0), PlainReplay()
+    params, target_params = np.array([0.5, -0.5]), np.array([1.5, 0.5])
+    state = state_of(alg, params.astype(np.float32), target_params.astype(np.float32))
+    step, resetting, resets = jax.jit(alg.train_step), np.zeros(3, bool), 0
+    shares = {}  # of each window, its priority ** 0.6; the index is row * 3 + environment
     largest = 0.0
-    params, target_params = np.asarray(agent.params), np.asarray(agent.target_params)
-    _, subkey = jax.random.split(agent.key)
-    losses, minima = [], []
-    for k in jax.random.split(subkey, 6):
-        (b, _), indices, probabilities = jax.tree.map(np.asarray, replay.sample(state, k, 5))
-        b = jax.tree.map(lambda x: x[:, 0], b)
-        np.testing.assert_allclose(probabilities, (weights_of / weights_of.sum())[indices], 1e-5)
-        weights = (size * probabilities) ** -0.7
-        weights /= weights.max()
-        target = b.reward + 0.9 * (1 - b.terminated) * (b.next_observation @ target_params).max(-1)
-        error = target - (b.observation @ params)[np.arange(5), b.action]
-        losses.append(np.mean(weights * error**2))
-        minima.append(weights.min())
-        grad = np.zeros_like(params)
-        np.add.at(grad[0], b.action, -2 / 5 * weights * error * b.observation[:, 0])
-        params = params - 0.1 * grad
-        priorities = np.abs(error) + 0.01
-        weights_of[indices] = priorities**0.6
-        largest = max(largest, priorities.max())
-        state = replay.set_priorities(state, indices, priorities)
-    np.testing.assert_allclose(new.params, params, rtol=1e-4)
-    np.testing.assert_allclose(new.replay.tree[0][:size], weights_of, rtol=1e-4)
-    np.testing.assert_allclose(metrics["losses/td_loss"], np.mean(losses), rtol=1e-4)
-    np.testing.assert_allclose(metrics["losses/importance_weight_min"], np.mean(minima), rtol=1e-4)
-    np.testing.assert_allclose(metrics["losses/priority_max"], largest, rtol=1e-4)
+    beta = np.float32(0.7)
+    for i in range(4):
+        rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
+        rollout = Step(*rollout)
+        now = {"gradient_steps": 3 if i else 0, "beta": beta}
+        key = jax.random.fold_in(jax.random.PRNGKey(3), i)
+        stored = rollout._replace(next_observation=None)
+        replay = alg.replay.add_batch(jax.tree.map(jnp.copy, state.replay), stored)
+        state, metrics = step(state, rollout, now, key)
+        plain.add(rollout)
+        rows = len(plain.rows)
+        held = range(3 * max(rows - 10, 0), 3 * (rows - 2))  # windows of 3 rows, complete
+        shares = {index: shares.get(index, (largest or 1.0) ** 0.6) for index in held}
+        for j in range(3 if i else 0):
+            drawn = alg.replay.sample(replay, jax.random.fold_in(key, j), 8)
+            indices, total = drawn.indices.tolist(), sum(shares.values())
+            p = np.array([shares[index] / total for index in indices])
+            np.testing.assert_allclose(drawn.probabilities, p, rtol=1e-4)
+            batch = plain.batch(indices, 3, 2, 0.9)
+            observation, action, reward, discount, following, valid = batch
+            assert valid.any()
+            weights = (len(shares) * p[valid]) ** -0.7
+            weights /= weights.max()
+            value = (observation * params)[np.arange(valid.sum()), action]
+            error = reward + discount * (following * target_params).max(-1) - value
+            grad = np.zeros(2)
+            np.add.at(grad, action, -2 / len(error) * weights * error * observation[:, 0])
+            params = params - 0.1 * grad
+            priorities = np.zeros(8)
+            priorities[valid] = np.abs(error) + 0.01
+            shares |= dict(zip(indices, priorities**0.6, strict=True))
+            largest, resets = max(largest, priorities.max()), resets + (~valid).sum()
+            replay = alg.replay.set_priorities(replay, drawn.indices, priorities.astype(np.float32))
+        np.testing.assert_allclose(state.params, params, rtol=1e-4)
+        tree = np.asarray(state.replay.tree[0])[:30]
+        wanted = np.zeros(30)
+        wanted[[index % 30 for index in shares]] = list(shares.values())
+        np.testing.assert_allclose(tree, wanted, rtol=1e-4)
+        np.testing.assert_array_equal(tree == 0, wanted == 0)  # exactly
+        if i:  # of the last gradient step
+            loss, low = np.mean(weights * error**2), weights.min()
+            assert metrics["losses/td_loss"] == pytest.approx(loss, rel=1e-4)
+            assert metrics["losses/q_values"] == pytest.approx(value.mean(), rel=1e-4)
+            assert metrics["losses/importance_weight_min"] == pytest.approx(low, rel=1e-4)
+            assert metrics["losses/priority_max"] == pytest.approx(largest, rel=1e-4)
+        else:
+            assert all(np.isnan(x) for x in metrics.values())
+    assert resets > 1
+    np.testing.assert_array_equal(state.target_params, target_params.astype(np.float32))
 
 
-PROBE = dict(
-    total_timesteps=10_000,
-    learning_starts=200,
-    buffer_size=1_000,
-    batch_size=64,
-    train_frequency=4,
-    target_network_frequency=40,
-    learning_rate=2e-3,
-    gamma=0.5,
-    start_e=1.0,
-    end_e=1.0,
-    num_envs=2,
-)
+def test_a_batch_of_steps_that_only_reset_changes_nothing():
+    """But their priorities, which are 0 from then on."""
+    args = Args(num_envs=2, train_frequency=8, batch_size=32, buffer_size=20)
+    alg = linear(per_dqn_jax, args)
+    rollout, _ = random_rollout(np.random.default_rng(0), 4, np.zeros(2, bool))
+    rollout = Step(*rollout)._replace(is_step=np.zeros((4, 2), bool))
+    state = state_of(alg, np.array([1.0, 2.0], np.float32), np.array([3.0, 4.0], np.float32))
+    now = {"gradient_steps": 1, "beta": 0.5}
+    new, metrics = jax.jit(alg.train_step)(state, rollout, now, jax.random.PRNGKey(0))
+    np.testing.assert_array_equal(new.params, [1, 2])
+    assert metrics["losses/td_loss"] == metrics["losses/q_values"] == 0
+    np.testing.assert_array_equal(new.replay.tree[0], 0)
+    assert new.replay.max_priority == 0
+    assert int(new.updates) == 1
 
 
 @pytest.mark.parametrize(
-    ("kind", "observations", "values"),
+    ("env_id", "observations", "values"),
     [
-        ("discount", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
-        ("both", [[-1.0], [1.0]], [[1.0, -1.0], [-1.0, 1.0]]),
-        ("truncation", [[0.0]], [[2.0, 2.0]]),
+        ("Probe-discount-v0", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
+        ("Probe-both-v0", [[-1.0], [1.0]], [[1.0, -1.0], [-1.0, 1.0]]),
+        ("Probe-truncation-v0", [[0.0]], [[2.0, 2.0]]),
     ],
 )
-def test_probe_values(kind, observations, values):
-    result = per_dqn_jax.train(Args(**PROBE, env_id=f"Probe-{kind}-v0"))
-    q = learned_q(result, np.array(observations, np.float32))
-    np.testing.assert_allclose(q, values, atol=0.05)
-
-
-SHORT = dict(total_timesteps=3_000, learning_starts=500, log_interval=500)
+def test_probe_values(env_id, observations, values):
+    _, q = learned_q(per_dqn_jax, env_id, np.array(observations, np.float32), PROBE)
+    np.testing.assert_allclose(q, values, atol=0.03)
 
 
 def test_same_seed_same_run():
-    first, second = (per_dqn_jax.train(Args(num_envs=2, **SHORT)) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first.agent, second.agent)
-    assert first.returns == second.returns
-
-
-def test_copy_pasted_script_runs_and_its_events_can_be_read(tmp_path):
-    for name in ("buffers.py", "per_dqn_jax.py"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    flags = "--total-timesteps 3000 --learning-starts 500 --log-interval 500 --num-envs 2"
-    done = run_script(*flags.split(), folder=tmp_path, script=tmp_path / "per_dqn_jax.py")
-    assert done.returncode == 0, done.stderr
-    (folder,) = Path(tmp_path / "runs").iterdir()
-    assert folder.name.startswith("CartPole-v1__per_dqn_jax__1__")
+    """The same parameters, the same replay, the same priorities."""
+    args, run = Args(**vars(PROBE)), Run(env_id="Probe-both-v0", eval_episodes=0)
+    (first, _, folder), (second, *_) = train(args, run), train(args, run)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    other, *_ = train(args, replace(run, seed=2))
+    assert (other.agent.params != first.agent.params).any()
     scalars, _ = read_events(folder)
-    assert {"charts/beta", "losses/importance_weight_min", "losses/priority_max"} < set(scalars)
-    for tag, points in scalars.items():
-        assert np.isfinite([value for _, value in points]).all(), tag
-    betas = [value for _, value in scalars["charts/beta"]]
-    np.testing.assert_allclose(betas, 0.4 + 0.6 * np.arange(500, 3001, 500) / 3000, rtol=1e-6)
-    assert betas[-1] == 1.0  # exactly
-    assert all(0 < value <= 1 for _, value in scalars["losses/importance_weight_min"])
+    betas = 0.4 + 0.6 * (np.arange(1_000, 4_001, 1_000) - 8) / 4_000  # of the last iteration
+    np.testing.assert_allclose([beta for _, beta in scalars["charts/beta"]], betas, rtol=1e-6)

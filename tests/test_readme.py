@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from test_dqn import ROOT, read_events
+from events import ROOT, read_events
 
 import buffers
 import dqn_jax
@@ -82,16 +82,18 @@ def test_the_functional_environment_of_the_readme_trains(tmp_path, monkeypatch):
     (code,) = [block for block in blocks if "FuncEnv" in block]
     (tmp_path / "readme_chain.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    flags = dict(total_timesteps=20_000, num_envs=8, learning_rate=3e-3)
-    result = ppo_jax.train(ppo_jax.Args(env_id="readme_chain:MyChain-v0", compiled=True, **flags))
-    assert np.mean(result.returns) > 0.99
-    assert result.agent.params.ndim == 1
+    args = ppo_jax.Args(total_timesteps=20_000, num_envs=8, learning_rate=3e-3)
+    run = ppo_jax.Run(env_id="readme_chain:MyChain-v0", log_interval=2_000, eval_episodes=0)
+    training, returns, _ = ppo_jax.train(args, run)
+    assert returns[0] > 0.99
+    assert training.envs is not None  # it was compiled with the training
 
 
-def test_every_flag_is_in_the_readme():
-    for module in (dqn_jax, per_dqn_jax, ppo_jax):
-        for name in vars(module.Args()):
-            assert f"`--{name.replace('_', '-')}`" in README, name
+def test_the_tables_of_flags_have_those_of_the_scripts():
+    rows = re.findall(r"^\| (`--[a-z-]+`(?:, `--[a-z-]+`)*) \|", README, re.MULTILINE)
+    written = set(re.findall(r"--([a-z-]+)", " ".join(rows)))
+    groups = [x for script in (dqn_jax, per_dqn_jax, ppo_jax) for x in (script.Args, script.Run)]
+    assert written == {name.replace("_", "-") for group in groups for name in vars(group())}
 
 
 def test_reference_runs_show_what_a_new_run_should_look_like():
