@@ -67,7 +67,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy, which is maximised
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # norm that longer gradients are scaled down to
-    target_kl: float | None = None  # KL divergence from the old policy that ends the epochs
+    target_kl: float = math.inf  # KL divergence from the old policy that ends the epochs
     normalize_observations: Literal["auto", "yes", "no"] = "auto"  # auto: with Box actions
     normalize_rewards: Literal["auto", "yes", "no"] = "auto"  # by the deviation of the return
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show them as they are
@@ -358,7 +358,7 @@ class PPO:
             before, stop = carry
             nets, losses = jax.lax.scan(update, before[0], minibatches)
             after = jax.tree.map(partial(jnp.where, stop), before, (nets, losses.mean(axis=0)))
-            return (after, stop | (after[1][4] > (args.target_kl or math.inf))), None
+            return (after, stop | (after[1][4] > args.target_kl)), None
 
         sizes = mask.size, args.update_epochs, args.num_minibatches
         start = ((state.params, state.opt_state), jnp.zeros(len(LOSSES))), jnp.bool_(False)
@@ -436,12 +436,12 @@ def make_envs(run: Run, n: int, video: str = "") -> Any:
     native: Any = None
     with suppress(Exception):  # there is none, or it takes other arguments
         native = make(vectorization_mode="vector_entry_point")
-    envs = native  # but for functional ones: in Gymnasium 1.4 one that resets stops all others
-    if n < 4 or not native or hasattr(native, "func_env"):
+    envs = None if hasattr(native, "func_env") else native  # Gymnasium 1.4 steps these wrongly
+    if n < 4 or not envs:
         try:
             envs = make(vectorization_mode="sync", vector_kwargs={"copy": False}, **options)
         except Exception as error:
-            require(native, f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}")
+            require(envs, f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}")
     if native and envs.single_observation_space != native.single_observation_space:
         envs = native
     require(not video or envs is not native, f"capture_video: {run.env_id} is native, never drawn")
@@ -501,7 +501,7 @@ class FunctionalEnvs:
         """Returns [n] of n episodes without exploration, of at most 10,000 steps."""
         key, greedy, steps = jax.random.PRNGKey(seed), self.alg.greedy, min(self.time_limit, 10_000)
         noise = jnp.broadcast_to(greedy, (int(steps), n, *greedy.shape))
-        _, rollout = self.collect(self.reset(key, n), view, noise, key)
+        _, rollout = self.collect(self.reset(jax.random.fold_in(key, 0), n), view, noise, key)
         done = rollout.terminated | rollout.truncated
         return jnp.sum(rollout.reward, axis=0, where=jnp.cumsum(done, axis=0) - done == 0)
 
@@ -531,7 +531,7 @@ def learn(alg: Algorithm, training: Training, rollout: Step, now: dict) -> tuple
     current = jnp.where(end > 0, 0.0, training.current) + jnp.where(t >= end, new, 0.0).sum(axis=1)
     sums = jnp.sum(training.current - current, axis=1) + jnp.sum(new, axis=(1, 2))
     ended = training.ended + jnp.append(done.sum(), sums)
-    mean_return, mean_length = ended[1:] / ended[0]
+    mean_return, mean_length = ended[1:] / jnp.where(ended[0] > 0, ended[0], jnp.nan)
     metrics |= {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
     metrics |= {f"charts/{name}": x for name, x in now.items()}
     return Training(agent, key, current, ended, training.envs), metrics, alg.view(agent)
@@ -686,7 +686,7 @@ def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Trainin
         log(step, metrics)
         if (stopped or is_due) and step != manager.latest_step():
             size = sum(x.nbytes for x in jax.tree.leaves(training))  # orbax fails in many lines
-            require(shutil.disk_usage(folder).free > size, f"no space left, --resume {folder}")
+            require(shutil.disk_usage(folder).free > 2 * size, f"no space left, --resume {folder}")
             manager.save(step, args=ocp.args.StandardSave(training))
         if asked:  # where an environment failed, the next step of the loop raises its error
             break

@@ -561,16 +561,65 @@ def test_random_numbers_below_a_bound_are_exact(bound):
     assert got.tolist() == wanted
 
 
-@pytest.mark.parametrize("partitionable", [True, False])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", None])
-def test_random_numbers_are_those_of_jax(impl, partitionable):
-    """To the last bit, whatever the kind of key; so runs repeat between versions of buffers.py."""
+def test_random_numbers_are_those_of_jax(impl):
+    """To the last bit, whatever the kind of key."""
     key = jax.random.PRNGKey(3) if impl is None else jax.random.key(3, impl=impl)
-    with jax.threefry_partitionable(partitionable):
-        for shape in ((1, 1), (1, 7), (2, 130), (3, 0)):
-            expected = list(jax.random.bits(key, shape)), list(jax.random.uniform(key, shape))
-            got = jax.jit(lambda key: (buffers._bits(key, *shape), buffers._random(key, *shape)))  # noqa: B023
-            assert_trees_equal(got(key), expected)
-        keys = jax.random.split(key, 4)
-        got = jax.vmap(lambda key: buffers._bits(key, 1, 5)[0])(keys)
-        assert_trees_equal(got, jax.vmap(lambda key: jax.random.bits(key, (1, 5))[0])(keys))
+    for shape in ((1, 1), (2, 130), (3, 0)):
+        got = jax.jit(lambda key: buffers._random(key, *shape))(key)  # noqa: B023
+        assert_trees_equal(got, list(jax.random.uniform(key, shape)))
+
+
+# ---------------------------------------------------------------------------------------- rollouts
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "num_minibatches"),
+    [(1, 3, 1), (2, 9, 2), (64, 5, 4), (65, 4, 5), (300, 1, 1), (70_000, 3, 7)],
+)
+def test_minibatches_of_an_epoch_hold_every_row_once(rows, epochs, num_minibatches):
+    got = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)
+    assert got.shape == (epochs, num_minibatches, rows // num_minibatches)
+    assert got.dtype == jnp.int32
+    orders = np.asarray(got).reshape(epochs, rows)
+    np.testing.assert_array_equal(np.sort(orders), np.tile(np.arange(rows), (epochs, 1)))
+    if rows > 2:  # each epoch has an order of its own, and none is that of the rollout
+        assert len({tuple(order) for order in [range(rows), *orders.tolist()]}) == epochs + 1
+        other = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, num_minibatches)
+        assert np.mean(got == other) < 0.2
+
+
+def test_rows_that_minibatches_do_not_divide_are_an_error():
+    with pytest.raises(ValueError, match="rows must be a multiple of num_minibatches 5, got 12: "):
+        buffers.shuffled_minibatches(jax.random.key(0), 12, 3, 5)
+
+
+def test_orders_are_equally_likely():
+    got = buffers.shuffled_minibatches(jax.random.key(0), 4, 30_000, 2).reshape(30_000, 4)
+    order = np.unique(got @ jnp.array([64, 16, 4, 1]), return_inverse=True)[1]
+    assert stats.chisquare(np.bincount(order, minlength=24)).pvalue > 1e-3
+    # Nor does an epoch depend on the one before.
+    pairs = order.reshape(-1, 2) @ [24, 1]
+    assert stats.chisquare(np.bincount(pairs, minlength=24**2)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("rows", "epochs", "groups"), [(60, 5_000, 60), (2**17, 10, 64)])
+def test_rows_land_everywhere_alike(rows, epochs, groups):
+    """Counts of (group of rows, minibatch); with 2**17 rows many have the same random bits."""
+    got = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, groups)
+    cell = np.asarray(got) // (rows // groups) * groups + np.arange(groups)[:, None]
+    counts = np.bincount(cell.ravel(), minlength=groups**2)
+    expected = epochs * rows / groups**2
+    # The counts of an epoch are hypergeometric: every row and every place is taken once.
+    statistic = ((counts - expected) ** 2).sum() / expected * (rows - 1) / rows
+    assert 1e-3 < stats.chi2((groups - 1) ** 2).sf(statistic) < 1 - 1e-3
+
+
+def test_minibatches_under_jit_and_vmap():
+    keys, sizes = jax.random.split(jax.random.key(0), 3), (24, 3, 4)
+    eager = [buffers.shuffled_minibatches(key, *sizes) for key in keys]
+    jitted = jax.jit(buffers.shuffled_minibatches, static_argnums=(1, 2, 3))
+    assert_trees_equal([jitted(key, *sizes) for key in keys], eager)
+    together = jax.vmap(lambda key: buffers.shuffled_minibatches(key, *sizes))(keys)
+    assert_trees_equal(together, jnp.stack(eager))
+    assert len({tuple(x.ravel().tolist()) for x in eager}) == 3
