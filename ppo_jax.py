@@ -436,7 +436,7 @@ def make_envs(run: Run, n: int, video: str = "") -> Any:
     native: Any = None
     with suppress(Exception):  # there is none, or it takes other arguments
         native = make(vectorization_mode="vector_entry_point")
-    envs = None if hasattr(native, "func_env") else native  # Gymnasium 1.4 steps these wrongly
+    envs: Any = None if hasattr(native, "func_env") else native  # Gymnasium steps these wrongly
     if n < 4 or not envs:
         try:
             envs = make(vectorization_mode="sync", vector_kwargs={"copy": False}, **options)
