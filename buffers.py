@@ -33,8 +33,7 @@ Mistakes. Wrong structures, shapes, dtypes and sizes raise when a function is tr
 depend on values (sampling an empty buffer, popping too much, an index that is gone) raise
 ValueError when the function is called with concrete arrays; inside `jax.jit` they are harmless in
 the way that the function's text says, and with `debug=True` an error under
-`jax.experimental.checkify`. (Not by default: a check that is left in a compiled function costs it
-JAX's fast dispatch, 50 us a call with one array and 400 us more with forty, even if nobody looks.)
+`jax.experimental.checkify` (not by default: it costs a compiled function 50 us a call and more).
 
 Papers. Prioritised replay: Schaul et al. 2016, "Prioritized Experience Replay", arXiv 1511.05952.
 """
@@ -289,16 +288,12 @@ def _check_mask(mask: Any, rows: int) -> None:
 
 
 # --------------------------------------------------------------------------------- xla, on a cpu
-#
-# What is not asked for by what is computed, but by how XLA runs it on a CPU. To wake a second
-# thread takes 60 us, more than most of these functions in all, and XLA does it readily: for half of
-# what it could do at once, if that is more than 8 operations.
+# To wake a second thread takes 60 us, and XLA does it where more than 8 operations are ready.
 
 
 def _once(x: Array) -> Array:
     """`x`, uint32 below 2**31 - 1; XLA computes it once, and not again for each of its uses."""
-    # The remainder changes nothing, but XLA believes that remainders are expensive.
-    return jax.lax.rem(x, np.uint32(2**31 - 1))
+    return jax.lax.rem(x, np.uint32(2**31 - 1))  # changes nothing; XLA believes it is expensive
 
 
 def _after(x: Array, other: Array) -> Array:
@@ -335,8 +330,7 @@ def _take(x: Array, i: Array) -> Array:
             rows = jax.lax.dynamic_update_slice_in_dim(rows, gather(x, part), start, axis=0)
         return rows
 
-    # XLA gives a gather from a large array to several threads of a CPU, however little is gathered,
-    # and to wake them takes longer than that. What it writes to a part of an array, it does in one.
+    # XLA gives a gather from a large array to several threads, what it writes to a part to one.
     large = 2**19  # bytes
     if i.size < 2 or len(i) < 2 or x.nbytes < large or i.size * x.nbytes // len(x) >= large:
         return gather(x, i)
@@ -581,10 +575,31 @@ def _get_and_update(
 # --------------------------------------------------------------------------------- windows, replay
 
 
+def _bits(key: Array, rows: int, count: int) -> list[Array]:
+    """The rows of jax.random.bits(key, (rows, count)): Threefry (Salmon et al. 2011), unrolled."""
+    partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
+    if jax.random.key_impl(key) != "threefry2x32" or not partitionable:
+        return list(jax.random.bits(key, (rows, count)))
+    first, second = jax.random.key_data(key)
+    keys = first, second, first ^ second ^ np.uint32(0x1BD11BDA)
+
+    def row(start: int) -> Array:
+        x = jnp.full(count, keys[0])
+        y = jax.lax.iota(np.uint32, count) + (keys[1] + np.uint32(start))
+        for i in range(5):
+            for left in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+                x = x + y
+                y = x ^ ((y << left) | (y >> (32 - left)))
+            x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
+        return x ^ y
+
+    return [row(start * count) for start in range(rows)]
+
+
 def _random(key: Array, rows: int, count: int) -> list[Array]:
     """The rows of jax.random.uniform(key, (rows, count)): float32, 0 to below 1."""
     one = np.float32(1).view(np.uint32)
-    mantissas = [_once(bits >> 9) | one for bits in jax.random.bits(key, (rows, count))]
+    mantissas = [_once(bits >> 9) | one for bits in _bits(key, rows, count)]
     return [jax.lax.bitcast_convert_type(bits, jnp.float32) - 1 for bits in mantissas]
 
 
@@ -625,7 +640,7 @@ def _uniform(layout: Layout, state: State, key: Array, batch_size: int) -> tuple
     """Indices [B] of windows, each as likely as the others, and their probabilities [B]."""
     starts, first = _starts(layout, state.cursor, state.size)
     total = starts * layout.envs
-    draw = _scaled(jax.random.bits(key, (2, batch_size)), total)
+    draw = _scaled(_bits(key, 2, batch_size), total)
     first = (first + layout.modulus).astype(jnp.uint32)
     row = (first + layout.period * (draw // layout.envs)) % layout.modulus
     index = (row * layout.envs + draw % layout.envs).astype(jnp.int32)
@@ -1246,22 +1261,11 @@ def n_step_transition(window: Any, gamma: float, mask: Any = None) -> tuple[Any,
     return transition, discount, valid
 
 
-# ---------------------------------------------------------------------------------------- rollouts
-
-
 def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: int) -> Array:
-    """Random orders of the rows of a rollout: indices [epochs, num_minibatches, B] int32.
-
-    `rows`, a multiple of `num_minibatches`, are B * num_minibatches. Random bits above the number
-    of the row are sorted, which takes a third of the time of `jax.random.permutation`.
-    """
+    """Random orders of rows: [epochs, num_minibatches, rows // num_minibatches], by a sort."""
     if rows % num_minibatches:
-        raise ValueError(
-            f"rows must be a multiple of num_minibatches {num_minibatches}, got {rows}: "
-            "change the length of the rollout or the number of minibatches"
-        )
+        raise ValueError(f"rows must be a multiple of {num_minibatches=}, got {rows}: change one")
     low, number = (rows - 1).bit_length(), jnp.arange(rows, dtype=jnp.uint32)
     bits = jax.random.bits(key, (epochs, rows), jnp.uint32)
-    order = jnp.sort((bits >> low << low) | number[None], axis=1, stable=False)
-    order = (order & jnp.uint32((1 << low) - 1)).astype(jnp.int32)
-    return order.reshape(epochs, num_minibatches, -1)
+    order = jnp.sort((bits >> low << low) | number[None], axis=1, stable=False) % (1 << low)
+    return order.astype(jnp.int32).reshape(epochs, num_minibatches, -1)

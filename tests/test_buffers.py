@@ -561,13 +561,19 @@ def test_random_numbers_below_a_bound_are_exact(bound):
     assert got.tolist() == wanted
 
 
+@pytest.mark.parametrize("partitionable", [True, False])
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", None])
-def test_random_numbers_are_those_of_jax(impl):
-    """To the last bit, whatever the kind of key."""
+def test_random_numbers_are_those_of_jax(impl, partitionable):
+    """To the last bit, whatever the kind of key; so runs repeat between versions of buffers.py."""
     key = jax.random.PRNGKey(3) if impl is None else jax.random.key(3, impl=impl)
-    for shape in ((1, 1), (2, 130), (3, 0)):
-        got = jax.jit(lambda key: buffers._random(key, *shape))(key)  # noqa: B023
-        assert_trees_equal(got, list(jax.random.uniform(key, shape)))
+    with jax.threefry_partitionable(partitionable):
+        for shape in ((1, 1), (1, 7), (2, 130), (3, 0)):
+            expected = list(jax.random.bits(key, shape)), list(jax.random.uniform(key, shape))
+            got = jax.jit(lambda key: (buffers._bits(key, *shape), buffers._random(key, *shape)))  # noqa: B023
+            assert_trees_equal(got(key), expected)
+        keys = jax.random.split(key, 4)
+        got = jax.vmap(lambda key: buffers._bits(key, 1, 5)[0])(keys)
+        assert_trees_equal(got, jax.vmap(lambda key: jax.random.bits(key, (1, 5))[0])(keys))
 
 
 # ---------------------------------------------------------------------------------------- rollouts
@@ -590,7 +596,7 @@ def test_minibatches_of_an_epoch_hold_every_row_once(rows, epochs, num_minibatch
 
 
 def test_rows_that_minibatches_do_not_divide_are_an_error():
-    with pytest.raises(ValueError, match="rows must be a multiple of num_minibatches 5, got 12: "):
+    with pytest.raises(ValueError, match="rows must be a multiple of num_minibatches=5, got 12: "):
         buffers.shuffled_minibatches(jax.random.key(0), 12, 3, 5)
 
 

@@ -173,7 +173,8 @@ def test_evaluation_is_what_a_plain_loop_gives():
     n, seed = 12, 5
     alg, envs, view = make_walk(n)
     key = jax.random.PRNGKey(seed)
-    rows = Loop(alg, key, n).collect(view, np.full((6, n), -1, np.int32), key)
+    loop = Loop(alg, jax.random.fold_in(key, 0), n)
+    rows = loop.collect(view, np.full((6, n), -1, np.int32), key)
     returns, ended, counted = np.zeros(n), np.zeros(n, bool), 0
     for row in rows:
         for i in np.flatnonzero(~ended):
