@@ -311,8 +311,8 @@ class PPO:
         log_prob, entropy = log_prob_and_entropy(output, step.action)
         target = advantage + old_value
         if args.norm_adv:
-            deviation = jnp.sqrt(masked_variance(advantage, mask))
-            advantage = (advantage - masked_mean(advantage, mask)) / (deviation + 1e-8)
+            unbiased = masked_variance(advantage, mask) / (1 - 1 / jnp.maximum(mask.sum(), 2))
+            advantage = (advantage - masked_mean(advantage, mask)) / (unbiased**0.5 + 1e-8)
         log_ratio = log_prob - old_log_prob
         ratio = jnp.exp(log_ratio)
         clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)

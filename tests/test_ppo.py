@@ -371,7 +371,7 @@ def test_losses_by_hand():
     # Normalised over the rows that are not masked; the target of the value is as before.
     _, losses = loss(clip_coef=10.0)
     a = np.array([1.0, -1.0, 2.0, -2.0])
-    wanted = -(ratio * (a - a.mean()) / a.std()).mean()
+    wanted = -(ratio * (a - a.mean()) / a.std(ddof=1)).mean()
     assert losses["policy_loss"] == pytest.approx(wanted, rel=1e-5)
     assert losses["value_loss"] == pytest.approx(plain.mean() / 2, rel=1e-5)
 
@@ -552,7 +552,7 @@ def test_train_step_against_a_plain_loop(space):
         def loss(params, rows):
             logp, entropy, v = log_probs(params, rows)
             ratio = jnp.exp(logp - old[rows])
-            a = (advantage[rows] - advantage[rows].mean()) / (advantage[rows].std() + 1e-8)
+            a = (advantage[rows] - advantage[rows].mean()) / (advantage[rows].std(ddof=1) + 1e-8)
             policy = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, 0.8, 1.2)).mean()
             near = value[rows] + jnp.clip(v - value[rows], -0.2, 0.2)
             error = jnp.maximum((v - target[rows]) ** 2, (near - target[rows]) ** 2).mean()
