@@ -4,7 +4,7 @@ stepped alone, a whole run against a plain loop, and what it learns against know
 
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,6 +194,8 @@ def test_schedule():
     np.testing.assert_allclose(now["epsilon"], epsilon, rtol=1e-6)
     # The iteration from step 160 to 200 ends where learning starts.
     np.testing.assert_array_equal(now["gradient_steps"], [0, 0, 0, 4, 4, 4, 4, 4])
+    passes = linear(dqn_jax, replace(args, learning_starts=201))  # within that from 200 to 240
+    np.testing.assert_array_equal(passes.schedule(np.array([160, 200]))["gradient_steps"], [0, 4])
     at_once = linear(dqn_jax, replace(args, exploration_fraction=0.0))
     np.testing.assert_allclose(at_once.schedule(np.array([0, 40]))["epsilon"], 0.05)
 
@@ -463,21 +465,23 @@ def alone(seed, actions):
 
 def test_collector_against_environments_stepped_alone():
     """All of every step, over rollouts, with and without exploration."""
-    n, rollouts = 3, 4
-    alg = linear(dqn_jax, Args(num_envs=n, train_frequency=21), features=3, num_actions=3)
-    assert alg.shape == (7, n)
+    n, rollouts = 3, 5
+    alg = linear(dqn_jax, Args(num_envs=n, train_frequency=18), features=3, num_actions=3)
+    assert alg.shape == (6, n)
     envs = dqn_jax.make_envs(Run(env_id="Counter-v0"), n)
     state, rng = EnvState(envs.reset(seed=5)[0], np.zeros(n, bool)), np.random.default_rng(0)
     view = jnp.asarray(rng.normal(size=9), jnp.float32)
-    collected, noises = [], []
+    collected, noises, resetting = [], [], []
     for _ in range(rollouts):
-        noises.append(rng.integers(-1, 3, size=(7, n), dtype=np.int32))
-        before = np.copy(state.observation)
+        noises.append(rng.integers(-1, 3, size=(6, n), dtype=np.int32))
+        resetting.append(state.resetting)
         state, rollout = dqn_jax.collect(alg, envs, state, view, noises[-1])
-        np.testing.assert_array_equal(rollout.observation[0], before)
-        np.testing.assert_array_equal(rollout.next_observation, state.observation)
         collected.append(rollout)
     envs.close()
+    for before, after in pairwise(collected):
+        np.testing.assert_array_equal(before.next_observation, after.observation[0])
+    np.testing.assert_array_equal(collected[-1].next_observation, state.observation)
+    np.testing.assert_array_equal(resetting, np.outer([0, 1, 0, 0, 1], [1] * n))
     rollout = jax.tree.map(lambda *x: np.concatenate(x), *collected)
     noise = np.concatenate(noises)
     assert {name: x.dtype for name, x in rollout._asdict().items()} == {
@@ -499,7 +503,7 @@ def test_collector_against_environments_stepped_alone():
     assert (rollout.reward[~rollout.is_step] == 0).all()
     rollout = rollout._replace(next_observation=following)
     for i in range(n):
-        kept = [jax.tree.map(lambda x, t=t, i=i: x[t, i], rollout) for t in range(7 * rollouts)]
+        kept = [jax.tree.map(lambda x, t=t, i=i: x[t, i], rollout) for t in range(6 * rollouts)]
         kept = [step for step in kept if step.is_step]
         assert sum(step.terminated for step in kept) > 1
         assert sum(step.truncated for step in kept) > 1
@@ -556,8 +560,9 @@ def test_statistics_of_episodes_against_a_plain_loop():
         assert metrics["charts/epsilon"] == 0.5
         seen += len(episodes)
     assert seen > 100
-    no_end = np.zeros((steps, n), bool)  # nothing is logged where no episode ends
-    rollout = rollout._replace(terminated=no_end, truncated=no_end)
+    # Nothing is logged where no episode ends, though sums of such rewards leave a rest.
+    no_end, reward = np.zeros((steps, n), bool), rollout.reward / np.float32(10)
+    rollout = rollout._replace(terminated=no_end, truncated=no_end, reward=reward)
     _, metrics, _ = update(training._replace(ended=jnp.zeros(3)), rollout, {"epsilon": 0.5})
     assert np.isnan(metrics["charts/episodic_return"])
 
