@@ -227,10 +227,11 @@ class DQN:
         stored = rollout._replace(reward=reward, next_observation=None)
         state = state._replace(replay=self.replay.add_batch(state.replay, stored))
         target_period = max(args.target_network_frequency // args.train_frequency, 1)
+        keys = jax.random.split(key, self.size // args.train_frequency)
 
         def update(i: jax.Array, carry: tuple) -> tuple:
             state, updates = carry[0], carry[0].updates + 1
-            sample = self.replay.sample(state.replay, jax.random.fold_in(key, i), args.batch_size)
+            sample = self.replay.sample(state.replay, keys[i], args.batch_size)
             nets, gradient = (state.params, state.target_params), jax.grad(self.loss, has_aux=True)
             size = self.replay.size(state.replay)
 
@@ -435,34 +436,34 @@ def train_compiled(alg: Algorithm, run: Run, envs: Any, training: Training, step
 
 def train_on_host(alg: Algorithm, run: Run, envs: Any, training: Training, steps: range) -> Any:
     """What `train_compiled` does, in ordinary environments; if one fails, without the metrics."""
-    n, key, explore = alg.shape[1], jax.random.PRNGKey(run.seed), jax.jit(jax.vmap(alg.explore))
+    n, key = alg.shape[1], jax.random.PRNGKey(run.seed)
+    explore = jax.jit(jax.vmap(lambda i, now: alg.explore(jax.random.fold_in(key, i), now)))
     update = jax.jit(partial(learn, alg), donate_argnums=0)
     view = jax.tree.map(jnp.copy, alg.view(training.agent))  # `update` takes the training away
     training = training._replace(agent=alg.restart(training.agent), current=jnp.zeros((2, n)))
     with closing(make_envs(run, n)) as envs, ThreadPoolExecutor(max_workers=1) as learner:
         env_state = EnvState(envs.reset(seed=run.seed + steps.start)[0], np.zeros(n, bool))
         learning: Any = learner.submit(lambda: (training, {}, view))
-        for step in range(steps.start, steps[-1] + steps.step, alg.size):
-            i = (step - steps.start) % steps.step // alg.size
-            if i == 0:
-                schedule = alg.schedule(np.arange(step, step + steps.step, alg.size))
-                keys = jax.random.split(jax.random.fold_in(key, step), steps.step // alg.size)
-                noise = np.asarray(explore(keys, schedule))
-            try:
-                env_state, rollout = collect(alg, envs, env_state, view, noise[i])
-            except Exception as error:
-                error.add_note(f"in {run.env_id} at step {step}")
-                yield step, learning.result()[0], None
-                raise
-            training, metrics, view = learning.result()
-            if i == 0:
-                if step > steps.start:
-                    yield step, training, metrics
-                training = training._replace(ended=jnp.zeros(3))
-            now = {name: x[i] for name, x in schedule.items()}
-            learning = learner.submit(update, training, rollout, now)
-            if not alg.overlap:
-                view = learning.result()[-1]
+        for begin in steps:
+            at = np.arange(begin, begin + steps.step, alg.size)
+            schedule = alg.schedule(at)
+            noise = np.asarray(explore(at, schedule))
+            for i, step in enumerate(at):
+                try:
+                    env_state, rollout = collect(alg, envs, env_state, view, noise[i])
+                except Exception as error:
+                    error.add_note(f"in {run.env_id} at step {step}")
+                    yield int(step), learning.result()[0], None
+                    raise
+                training, metrics, view = learning.result()
+                if i == 0:
+                    if begin > steps.start:
+                        yield begin, training, metrics
+                    training = training._replace(ended=jnp.zeros(3))
+                now = {name: x[i] for name, x in schedule.items()}
+                learning = learner.submit(update, training, rollout, now)
+                if not alg.overlap:
+                    view = learning.result()[-1]
         yield steps[-1] + steps.step, *learning.result()[:2]
 
 
@@ -541,7 +542,7 @@ def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Trainin
     bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
     for step, training, metrics in intervals:
         stopped, metrics = (asked := stop()) or metrics is None, jax.device_get(metrics or {})
-        recent.append(np.reshape(training.ended, (-1, 3)))
+        recent.append(np.asarray(training.ended).reshape(-1, 3))
         while (sum(recent) - recent[0])[:, 0].min() >= 100:
             recent.popleft()
         number, returns, _ = sum(recent).T
