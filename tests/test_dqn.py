@@ -320,7 +320,7 @@ def test_train_step_against_a_plain_loop(flags):
         reward = np.sign(rollout.reward) if args.clip_rewards else rollout.reward
         plain.add(rollout._replace(reward=reward))
         for j in range(3 if i else 0):
-            drawn = alg.replay.sample(state.replay, jax.random.fold_in(key, j), 8).indices
+            drawn = alg.replay.sample(state.replay, jax.random.split(key, 3)[j], 8).indices
             assert min(drawn) >= 3 * max(len(plain.rows) - 10, 0)  # what has not been overwritten
             batch = plain.batch(drawn, 3, args.n_step, 0.9)
             observation, action, reward, discount, following, valid = batch
@@ -631,12 +631,10 @@ def test_run_against_a_plain_loop(two_runs):
     views = [jnp.copy(alg.view(training.agent))] * 2
     charts, ended, totals = {}, [], np.zeros(args.num_envs)
     for step in range(0, args.total_timesteps, interval):
-        keys = jax.random.split(
-            jax.random.fold_in(jax.random.PRNGKey(1), step), interval // alg.size
-        )
         ended.append([])
-        for i, key in enumerate(keys):
-            now = {k: x[0] for k, x in alg.schedule(np.array([step + i * alg.size])).items()}
+        for at in range(step, step + interval, alg.size):
+            now = {k: x[0] for k, x in alg.schedule(np.array([at])).items()}
+            key = jax.random.fold_in(jax.random.PRNGKey(1), at)
             noise = np.asarray(explore(key, now))
             env_state, rollout = dqn_jax.collect(alg, envs, env_state, views.pop(0), noise)
             training, metrics, view = update(training, rollout, now)

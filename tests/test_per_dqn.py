@@ -88,7 +88,7 @@ def test_train_step_against_a_plain_loop():
         held = range(3 * max(rows - 10, 0), 3 * (rows - 2))  # windows of 3 rows, complete
         shares = {index: shares.get(index, (largest or 1.0) ** 0.6) for index in held}
         for j in range(3 if i else 0):
-            drawn = alg.replay.sample(replay, jax.random.fold_in(key, j), 8)
+            drawn = alg.replay.sample(replay, jax.random.split(key, 3)[j], 8)
             indices, total = drawn.indices.tolist(), sum(shares.values())
             p = np.array([shares[index] / total for index in indices])
             np.testing.assert_allclose(drawn.probabilities, p, rtol=1e-4)
