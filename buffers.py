@@ -559,12 +559,12 @@ def _replay(core: Core, donate: bool) -> Replay:
         return _is_stored(core, state, indices, window).all()
 
     def check_drawable(name: str, state: State, items: PyTree = None) -> None:
-        if not _is_checked(layout, state.size):
-            return
-        # This number nearly always tells, and to look at it is much faster than to call anything.
         known = state.top if core.set_priorities else state.size
         enough = TINY if core.set_priorities else layout.window + layout.period - 1
-        if not isinstance(known, jax.core.Tracer) and np.asarray(known).max() >= enough:
+        if isinstance(known, jax.core.Tracer):
+            if not layout.debug:
+                return
+        elif np.asarray(known).item(0) >= enough:  # nearly always, and much faster than any call
             return
         state = state if items is None else after(state, items)
         wanted = f"{layout.window} steps from a multiple of {layout.period}, of a priority above 0"
