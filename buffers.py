@@ -52,7 +52,6 @@ PyTree = Any
 Array = jax.Array
 State = Any  # a NamedTuple that has at least the fields of RingState
 Levels = list[tuple[int, int]]  # see `_levels`
-
 TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -566,6 +565,7 @@ def _replay(core: Core, donate: bool) -> Replay:
                 return
         elif np.asarray(known).item(0) >= enough:  # nearly always, and much faster than any call
             return
+        _check_state(core, state)
         state = state if items is None else after(state, items)
         wanted = f"{layout.window} steps from a multiple of {layout.period}, of a priority above 0"
         message = f"{name}: nothing to draw, {{size}} items held; a draw takes {wanted}"
