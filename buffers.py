@@ -721,8 +721,7 @@ def _tree_set(tree: Array, levels: Levels, positions: Array, weights: Array, whe
     if len(positions) == 1:  # XLA makes slices of it, reads and writes them at once and copies all
         positions, weights, where = (jnp.repeat(x, 2) for x in (positions, weights, where))
     tree = tree.at[jnp.where(where, positions, tree.size)].set(weights, mode="drop")
-    # The sums above position 0 are right before and after.
-    node = jnp.where(where, positions, 0).astype(jnp.uint32)
+    node = jnp.where(where, positions, 0).astype(jnp.uint32)  # the sums above 0 stay right
     for (start, groups), (above, _) in itertools.pairwise(levels):
         if groups <= len(node):  # cheaper to sum them all
             sums = tree[4 * start : 4 * (start + groups)].reshape(-1, 4).sum(axis=1)
@@ -809,7 +808,8 @@ def prioritised_replay(
 
     def set_weights(state: State, positions: Array, weights: Array, where: Array) -> State:
         tree = _tree_set(state.tree, levels, positions, weights, where)
-        return state._replace(tree=tree, top=tree[-4:])
+        tree, top = jax.lax.optimization_barrier((tree, tree[-4:]))  # else XLA copies the tree
+        return state._replace(tree=tree, top=top)
 
     def advance(layout: Layout, state: State, rows: PyTree, mask: Any = None) -> Any:
         """The ring's, and the weights of windows that can now be drawn, or cannot any more."""
