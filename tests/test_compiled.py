@@ -372,10 +372,10 @@ def train_two(module, flags, **run):
 
 def assert_same_agent(one, other, scalars, other_scalars):
     """Up to rounding, which is another on other processors; scalars {tag: points}."""
-    np.testing.assert_allclose(one, other, rtol=1e-3, atol=3e-4)
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-4)
     assert set(scalars) == set(other_scalars)
     for tag, points in scalars.items():
-        np.testing.assert_allclose(points, other_scalars[tag], rtol=2e-3, atol=1e-4, err_msg=tag)
+        np.testing.assert_allclose(points, other_scalars[tag], rtol=1e-3, atol=1e-4, err_msg=tag)
 
 
 @pytest.fixture(scope="module", params=range(3), ids=IDS)
