@@ -18,29 +18,27 @@ arrays and nothing else, so it can be jitted, vmapped, sharded, donated and chec
 
 Storage is a ring of rows. A row is one time step of all environments: every leaf of the storage
 has shape [T, N, ...]. A buffer of single items is the case N = 1, and a clustered buffer has K such
-rings after each other, [K * T, N, ...]. Every factory is that ring, one way to choose where a
-sample starts, and one gather.
+rings one after the other, [K * T, N, ...]. Every factory is that ring, a way to choose where a
+sample starts, and a gather. Shape letters: T rows of the ring (time), N environments, K clusters,
+L rows added, B batch drawn, W steps in a window (`sequence_length`).
 
-Shape letters: T rows of the ring (time), N environments, K clusters, L rows added, B batch drawn,
-W steps in a window (`sequence_length`).
+An *index* names an item for as long as it is held. It is the number of the item's row, counted from
+the first row ever written, modulo a bounded multiple of T (so that nothing overflows), times N,
+plus the environment. A clustered buffer multiplies that by K and adds the cluster. The slot of an
+index is its row modulo T, and arithmetic tells whether that slot has been overwritten (`_is_held`).
 
-An *index* names an item for as long as it is held: it counts the rows ever written, modulo a
-bounded multiple of T (so nothing overflows), times N, plus the environment; that times K, plus the
-cluster. The slot that an index refers to is its row modulo T; whether the slot has been overwritten
-since is arithmetic, not bookkeeping (`_is_held`).
-
-Mistakes. Wrong structures, shapes, dtypes and sizes raise when a function is traced. Mistakes that
-depend on values (sampling an empty buffer, popping too much, an index that is gone) raise
-ValueError when the function is called with concrete arrays; inside `jax.jit` they are harmless in
-the way that the function's text says, and with `debug=True` an error under
-`jax.experimental.checkify` (not by default: it costs a compiled function 50 us a call and more).
+Wrong structures, shapes, dtypes and sizes raise when a function is traced. Mistakes that depend on
+values (sampling an empty buffer, popping too much, an index that is gone) raise ValueError when the
+function is called with concrete arrays. Inside `jax.jit` they do no harm, as each function's text
+says; with `debug=True` they are errors under `jax.experimental.checkify` there (not by default: it
+costs a compiled function 50 us a call and more).
 
 Papers. Prioritised replay: Schaul et al. 2016, "Prioritized Experience Replay", arXiv 1511.05952.
 """
 
 from __future__ import annotations
 
-import operator
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,24 +51,8 @@ from jax.experimental import checkify
 PyTree = Any
 Array = jax.Array
 State = Any  # a NamedTuple that has at least the fields of RingState
-
+Levels = list[tuple[bool, int, int]]  # see `_levels`
 TINY = float(np.finfo(np.float32).tiny)
-
-__all__ = [
-    "CircularBuffer",
-    "PrioritisedReplay",
-    "PrioritisedState",
-    "Replay",
-    "RingState",
-    "Sample",
-    "circular_buffer",
-    "clustered_replay",
-    "importance_weights",
-    "n_step_transition",
-    "prioritised_replay",
-    "shuffled_minibatches",
-    "uniform_replay",
-]
 
 
 # ------------------------------------------------------------------------------------------- types
@@ -90,7 +72,8 @@ class PrioritisedState(NamedTuple):
     storage: PyTree  # leaves [T, N, ...]
     cursor: Array  # [] int32
     size: Array  # [] int32
-    tree: tuple[Array, ...]  # sum tree, see `_tree`; tree[0][t * N + n] is a priority ** exponent
+    tree: Array  # [nodes] float32, see `TOP`; tree[t * N + n] is a priority ** exponent
+    top: Array  # [nodes] float32, the last levels of the tree
     max_priority: Array  # [] float32, the largest ever set; 0 before the first
 
 
@@ -98,79 +81,64 @@ class Sample(NamedTuple):
     """What `sample` draws."""
 
     experience: PyTree  # leaves [B, ...], with `sequence_length` [B, W, ...]
-    indices: Array  # [B] int32, for `get`, `update` (and `set_priorities`)
+    indices: Array  # [B] int32, for `get`, `update` and `set_priorities`
     probabilities: Array  # [B] float32, of each draw; 0 where there was nothing to draw
 
 
 class Replay(NamedTuple):
-    """The functions of `uniform_replay`.
+    """The functions of `uniform_replay`, `prioritised_replay` and `clustered_replay`.
 
-    In a buffer of items (`num_envs=None`) a row is one item; with `num_envs=N` a row is one step
-    of N environments, and every array below that is said to be [L, ...] is [L, N, ...].
+    In a buffer of items (`num_envs=None`) a row is one item. With `num_envs=N` a row is one step
+    of N environments, and what is said to be [L, ...] below is [L, N, ...].
 
     init(item) -> state: empty storage for items like `item`, which is one item of one environment.
     add(state, item) -> state: one row, an item or [N, ...].
-    add_batch(state, items [L, ...], mask [L] = None) -> state: rows in order, those whose `mask` is
-      False left out; of more rows than fit, the newest stay.
+    add_batch(state, items [L, ...], mask [L] = None) -> state: the rows in order, without those
+      where `mask` is False. If there are more of them than fit, the newest are kept.
     sample(state, key, batch_size) -> Sample: draws with replacement; `batch_size` is static. With
-      nothing to draw: ValueError; inside jit some slot's contents, of probability 0.
-    add_and_sample(state, items [L, ...], key, batch_size) -> (state, Sample): `add_batch`, then
-      `sample`, in one dispatch.
+      nothing to draw: ValueError; inside jit the contents of some slot, with probability 0.
+    add_and_sample(state, items [L, ...], key, batch_size) -> (state, Sample): both in one dispatch.
     get(state, indices) -> experience [*indices.shape, ...] as `sample` gave it. For an index that
       has been overwritten: ValueError; inside jit what is in its slot now.
     update(state, fn, indices=None, *args) -> state: `fn(item, *args) -> item` applied to every
-      item, or to those at `indices` [B] with the rows of `args` [B, ...]; of a window, to the item
-      it starts at. `fn` is static: define it once and pass what varies in `args`, a new lambda is
-      a new compilation. For an index that has been overwritten: ValueError; inside jit ignored. An
-      index given twice is written once.
+      item, or to those at `indices` [B] with the rows of `args` [B, ...]. The index of a window
+      means its first item. `fn` is static: define it once and pass what changes in `args`, because
+      a new lambda is compiled anew. For an index that has been overwritten: ValueError; inside jit
+      it is ignored. An index that is given twice is written once.
     size(state) -> [] int32: items held, over all environments.
-    can_sample(state) -> [] bool: whether there is anything to draw.
+    can_sample(state, min_size=1) -> [] bool: whether there is something to draw, and at least
+      `min_size` items are held.
+    set_priorities(state, indices [B], priorities [B]) -> state: only of a prioritised buffer, None
+      otherwise. Priorities of items, or of the windows that start at them, before the exponent,
+      such as abs(TD error) + epsilon. Indices that have been overwritten since they were drawn are
+      ignored; an index that is given twice gets one of its priorities. Negative, infinite or NaN:
+      ValueError; inside jit that row is ignored.
+
+    New items of a prioritised buffer get the largest priority that was ever set (before the first,
+    1). If all priorities are 0 there is nothing to draw. Of states that `jax.vmap` or `jax.pmap`
+    stacked, `size` and `can_sample` give an answer each; the others are called under `jax.vmap`.
     """
 
-    init: Callable[[PyTree], RingState]
-    add: Callable[[RingState, PyTree], RingState]
-    add_batch: Callable[..., RingState]
-    sample: Callable[[RingState, Array, int], Sample]
-    add_and_sample: Callable[[RingState, PyTree, Array, int], tuple[RingState, Sample]]
-    get: Callable[[RingState, Any], PyTree]
-    update: Callable[..., RingState]
-    size: Callable[[RingState], Array]
-    can_sample: Callable[[RingState], Array]
+    init: Callable[[PyTree], State]
+    add: Callable[[State, PyTree], State]
+    add_batch: Callable[..., State]
+    sample: Callable[[State, Array, int], Sample]
+    add_and_sample: Callable[[State, PyTree, Array, int], tuple[State, Sample]]
+    get: Callable[[State, Any], PyTree]
+    update: Callable[..., State]
+    size: Callable[[State], Array]
+    can_sample: Callable[..., Array]
     core: Core  # for `clustered_replay`
-
-
-class PrioritisedReplay(NamedTuple):
-    """The functions of `prioritised_replay`: those of `Replay`, of a `PrioritisedState`, and one.
-
-    set_priorities(state, indices [B], priorities [B]) -> state: priorities of items, or of the
-      windows that start at them, before the exponent, such as abs(TD error) + epsilon. Indices that
-      have been overwritten since they were drawn are ignored; one that is given twice gets one of
-      its priorities. Negative, infinite or NaN: ValueError; inside jit that row is ignored.
-
-    New items get the largest priority that was ever set, before the first 1. `can_sample` is False
-    also where all priorities are 0; `add_and_sample` after it needs a new item to draw.
-    """
-
-    init: Callable[[PyTree], PrioritisedState]
-    add: Callable[[PrioritisedState, PyTree], PrioritisedState]
-    add_batch: Callable[..., PrioritisedState]
-    sample: Callable[[PrioritisedState, Array, int], Sample]
-    add_and_sample: Callable[..., tuple[PrioritisedState, Sample]]
-    get: Callable[[PrioritisedState, Any], PyTree]
-    update: Callable[..., PrioritisedState]
-    size: Callable[[PrioritisedState], Array]
-    can_sample: Callable[[PrioritisedState], Array]
-    core: Core
-    set_priorities: Callable[[PrioritisedState, Any, Any], PrioritisedState]
+    set_priorities: Any = None
 
 
 class CircularBuffer(NamedTuple):
     """The functions of `circular_buffer`.
 
-    init(item) -> state, add(state, item) -> state and add_batch(state, items [B, ...],
-      mask [B] = None) -> state: as in `Replay`, of items.
+    init(item) -> state, add(state, item) -> state and add_batch(state, items [L, ...],
+      mask [L] = None) -> state: as in `Replay`, of items.
     pop(state, n) -> (state, items [n, ...]): the n oldest, oldest first; `n` is static. With fewer
-      than n held: ValueError; inside jit all that are held go, and the rows after them hold old
+      than n held: ValueError; inside jit all that are held go, and the rows after them are old
       contents of the storage.
     get(state, indices) -> items [*indices.shape, ...]: 0 is the oldest, size - 1 the newest.
       Outside that: ValueError; inside jit some slot's contents.
@@ -195,12 +163,7 @@ class CircularBuffer(NamedTuple):
 
 def _is_checked(layout: Layout, *values: Any) -> bool:
     """Whether mistakes in these values are looked for: not in traced ones, unless asked to."""
-    if layout.debug:
-        return True
-    for x in values:  # noqa: SIM110 (faster than all(), and part of every call)
-        if isinstance(x, jax.core.Tracer):
-            return False
-    return True
+    return layout.debug or not any(isinstance(x, jax.core.Tracer) for x in values)
 
 
 def _check(ok: Any, message: str, **values: Any) -> None:
@@ -211,130 +174,63 @@ def _check(ok: Any, message: str, **values: Any) -> None:
         raise ValueError(message.format(**values))
 
 
-def _host(x: Any) -> Any:
-    """`x` as NumPy if it is concrete, so that a check of it in Python dispatches nothing."""
-    return x if isinstance(x, jax.core.Tracer) else np.asarray(x)
-
-
-def _are_priorities(given: Any) -> Any:
-    """Whether all of them are 0 or more, and finite. JAX or NumPy arrays."""
-    if isinstance(given, np.ndarray) and given.dtype == np.float32:
-        # As integers, the bits of what is infinite, NaN or has a minus sign are the largest.
-        infinity = 0x7F800000
-        if np.maximum.reduce(given.view(np.uint32), axis=None, initial=0) < infinity:
-            return True
-    return ((given >= 0) & (given < np.inf)).all()
-
-
 def _indices(name: str, indices: Any) -> Any:
-    """Indices as an array: lists and Python ints are taken, floats are not."""
+    """Indices as an array of int32: lists and Python ints are taken, floats are not."""
     array = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if array.dtype.kind not in "iu" and array.size:
         raise TypeError(f"{name}: indices must be integers, got {array.dtype}")
-    if isinstance(array, np.ndarray):  # what int32 cannot hold is no index
-        array = array.astype(np.int64)
-        array = np.where((array < 0) | (array >= 2**31), -1, array)
+    if isinstance(array, np.ndarray):
+        array = np.clip(array, -1, 2**31 - 1)  # of which neither is an index
     return array if array.dtype == np.int32 else array.astype(np.int32)
 
 
 def _positive(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
+    if not isinstance(value, int | np.integer):
         raise TypeError(
             f"{name} must be a Python int, got {value!r}: it sets the shape of an array, so it "
             "cannot be a traced value (under jit, mark it static)"
-        ) from None
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
-    return number
-
-
-def _check_items(
-    name: str, storage: PyTree, items: PyTree, lead: tuple[int, ...], axes: str
-) -> None:
-    """Raises unless every leaf of `items` is `lead` (named `axes`) + the shape given to init."""
-    given: Any = jax.tree.structure(items)
-    wanted = jax.tree.structure(storage)
-    if given != wanted:
-        raise ValueError(
-            f"{name}: items have structure {given}, expected {wanted} as given to init"
         )
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return int(value)
+
+
+def _check_state(core: Core, state: State) -> None:
+    """Raises unless the state is one that this buffer's `init` made, and not several, stacked."""
+    if state.size.ndim > core.empty().size.ndim:
+        raise ValueError("these are several states, stacked: call the function under jax.vmap")
+    expected = core.layout.rows * core.layout.clusters, core.layout.envs
+    for leaf in jax.tree.leaves(state.storage):
+        if leaf.shape[:2] != expected:
+            given = f"[rows, environments] {leaf.shape[:2]} and not {expected}"
+            raise ValueError(f"the state was made by another buffer's init: it holds {given}")
+        if any(jax.typeof(leaf).sharding.spec):
+            axes = "axis_types=(jax.sharding.AxisType.Auto,), one for each axis"
+            raise ValueError(
+                f"the storage is sharded over Explicit axes: make the mesh with {axes}"
+            )
+
+
+def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: str) -> None:
+    """Raises unless every leaf of `items` is `lead` (named `axes`) + the shape given to init."""
+    given, wanted = jax.tree.structure(items), jax.tree.structure(storage)
+    if given != wanted:  # type: ignore[operator]
+        raise ValueError(f"{name}: items have structure {given}, expected {wanted} as in init")
     slots, _ = jax.tree_util.tree_flatten_with_path(storage)
     for (path, slot), leaf in zip(slots, jax.tree.leaves(items), strict=True):
-        where = f"{name}: leaf {jax.tree_util.keystr(path) or '(the item itself)'}"
-        expected = lead + slot.shape[2:]
-        if jnp.shape(leaf) != expected:
+        where = f"{name}: leaf {jax.tree_util.keystr(path) or '(the item itself)'} has"
+        shape, dtype = lead + slot.shape[2:], jnp.result_type(leaf)
+        if jnp.shape(leaf) != shape:
+            hint = "" if "update" in name else ": add takes one row, add_batch several"
             raise ValueError(
-                f"{where} has shape {jnp.shape(leaf)}, expected {expected}, which is ({axes}item)"
-                + ("" if "update" in name else ": add takes one row, add_batch several")
+                f"{where} shape {jnp.shape(leaf)}, expected {shape}, which is ({axes}item){hint}"
             )
-        dtype = jnp.result_type(leaf)
         is_literal = jax.typeof(leaf).weak_type  # a Python scalar takes the dtype of its slot
         if dtype != slot.dtype and not (is_literal and jnp.result_type(slot, leaf) == slot.dtype):
             raise TypeError(
-                f"{where} has dtype {dtype}, expected {slot.dtype} as given to init: convert it "
-                f"with .astype({str(slot.dtype)!r}), or give init an item of dtype {dtype}"
+                f"{where} dtype {dtype}, expected {slot.dtype} as given to init: convert it with "
+                f".astype({str(slot.dtype)!r}), or give init an item of dtype {dtype}"
             )
-
-
-def _check_mask(mask: Any, rows: int) -> None:
-    """Raises unless `mask` is None or a bool array [rows]."""
-    if mask is None:
-        return
-    given = f"{mask.dtype}{mask.shape}" if hasattr(mask, "dtype") else type(mask).__name__
-    if given != f"bool({rows},)":
-        raise ValueError(f"add_batch: mask is {given}, expected bool and ({rows},): a flag a row")
-
-
-# --------------------------------------------------------------------------------- xla, on a cpu
-# To wake a second thread takes 60 us, and XLA does it where more than 8 operations are ready.
-
-
-def _once(x: Array) -> Array:
-    """`x`, uint32 below 2**31 - 1; XLA computes it once, and not again for each of its uses."""
-    return jax.lax.rem(x, np.uint32(2**31 - 1))  # changes nothing; XLA believes it is expensive
-
-
-def _after(x: Array, other: Array) -> Array:
-    """`x`, int32; XLA computes it after `other`."""
-    first = other.reshape(-1)[:1].astype(bool).astype(jnp.int32).sum()
-    return x + jnp.minimum(first, 0)  # 0, which XLA does not know
-
-
-def _few_at_once(fn: Callable[..., Array], index: Array, *trees: PyTree) -> PyTree:
-    """fn(index, leaf of each of `trees`) for all leaves, of which XLA computes few at once."""
-    leaves, structure = jax.tree.flatten(trees[0])
-    done: list[Array] = []
-    for each in zip(leaves, *map(jax.tree.leaves, trees[1:]), strict=True):
-        if done and len(done) % 4 == 0:
-            index = _after(index, done[-1])
-        done.append(fn(index, *each))
-    return jax.tree.unflatten(structure, done)
-
-
-def _take(x: Array, i: Array) -> Array:
-    """x[i] for `i` that are all in range."""
-    axes = jax.lax.GatherDimensionNumbers(tuple(range(i.ndim, i.ndim + x.ndim - 1)), (0,), (0,))
-    item = x.shape[1:]
-
-    def gather(x: Array, i: Array) -> Array:
-        index = jax.lax.expand_dims(i, (i.ndim,))
-        return jax.lax.gather(x, index, axes, (1, *item), mode="promise_in_bounds")
-
-    def in_one_thread(x: Array, i: Array) -> Array:
-        i = _once(i.astype(jnp.uint32)).astype(jnp.int32)
-        zero = _after(jnp.int32(0), i)
-        rows, half = jnp.broadcast_to(zero.astype(x.dtype), i.shape + item), len(i) // 2
-        for start, part in ((zero, i[:half]), (zero + half, i[half:])):
-            rows = jax.lax.dynamic_update_slice_in_dim(rows, gather(x, part), start, axis=0)
-        return rows
-
-    # XLA gives a gather from a large array to several threads, what it writes to a part to one.
-    large = 2**19  # bytes
-    if i.size < 2 or len(i) < 2 or x.nbytes < large or i.size * x.nbytes // len(x) >= large:
-        return gather(x, i)
-    return jax.lax.platform_dependent(x, i, cpu=in_one_thread, default=gather)
 
 
 # -------------------------------------------------------------------------------------------- ring
@@ -364,72 +260,46 @@ class Layout(NamedTuple):
 
 
 def _layout(
-    max_size: int,
-    num_envs: int | None = None,
-    sequence_length: int | None = None,
-    period: int = 1,
-    debug: bool = False,
+    max_size: Any, num_envs: Any = None, length: Any = None, period: Any = 1, debug: bool = False
 ) -> Layout:
     max_size = _positive("max_size", max_size)
     envs = 1 if num_envs is None else _positive("num_envs", num_envs)
-    window = 1 if sequence_length is None else _positive("sequence_length", sequence_length)
+    window = 1 if length is None else _positive("sequence_length", length)
     unit = envs * _positive("period", period)
     least = -(-window // period) * unit  # so that a window fits
-    if max_size % unit:
-        sizes = {max(max_size // unit * unit, least), max(-(-max_size // unit) * unit, least)}
+    sizes = {max(max_size // unit * unit, least), max(-(-max_size // unit) * unit, least)}
+    if max_size not in sizes:
         raise ValueError(
-            f"max_size {max_size} is not a multiple of num_envs * period = {envs} * {period}: use "
+            f"max_size must be a multiple of num_envs * period = {envs} * {period}, and hold "
+            f"{window} steps of each environment, got {max_size}: use "
             + " or ".join(str(size) for size in sorted(sizes))
         )
     if max_size > 2**29:
-        raise ValueError(
-            f"max_size {max_size} is more than 2**29 items, the most that int32 can index"
-        )
-    if window > max_size // envs:
-        raise ValueError(
-            f"sequence_length {window} is longer than the {max_size // envs} steps that max_size "
-            f"{max_size} keeps of each of {envs} environments: max_size must be at least {least}"
-        )
-    streams, sequences = num_envs is not None, sequence_length is not None
+        raise ValueError(f"max_size must be at most 2**29, which int32 can index, got {max_size}")
+    streams, sequences = num_envs is not None, length is not None
     return Layout(max_size // envs, envs, window, period, streams, sequences, debug)
 
 
-def _empty(layout: Layout) -> RingState:
-    """The state of an empty ring, but for its storage."""
-    return RingState(storage=(), cursor=jnp.int32(0), size=jnp.int32(0))
-
-
-def _empty_storage(layout: Layout, item: PyTree) -> PyTree:
-    """For items like `item`, in which Python scalars have JAX's default dtypes."""
-    if not jax.tree.leaves(item):
-        raise ValueError(f"init: the item has no arrays in it, got {item!r}")
-    lead = (layout.rows * layout.clusters, layout.envs)
-    return jax.tree.map(lambda x: jnp.zeros(lead + jnp.shape(x), jnp.result_type(x)), item)
-
-
-def _length(items: PyTree) -> int:
-    """The length of the leading axis, as far as the first leaf tells."""
-    return next((next(iter(jnp.shape(leaf)), 1) for leaf in jax.tree.leaves(items)), 0)
-
-
-def _rows(layout: Layout, ring: State, items: PyTree, one: bool = False) -> PyTree:
-    """Rows [L, N, ...] for `_put`, of what `add` (if `one`) or `add_batch` is given."""
-    _check_state(layout, ring)
-    name, lead, axes = ("add", (), "") if one else ("add_batch", (_length(items),), "rows, ")
+def _rows(layout: Layout, storage: PyTree, items: PyTree, one: bool) -> PyTree:
+    """Rows [L, N, ...] in the storage's dtypes: what `add` (if `one`) or `add_batch` is given."""
+    shape = next((jnp.shape(x) for x in jax.tree.leaves(items)), ())
+    length = shape[0] if shape and not one else 1
+    name, lead, axes = ("add", (), "") if one else ("add_batch", (length,), "rows, ")
     if layout.streams:
         lead, axes = (*lead, layout.envs), axes + "num_envs, "
-    _check_items(name, ring.storage, items, lead, axes)
-    rows = 1 if one else _length(items)
-    return jax.tree.map(lambda x, s: jnp.reshape(x, (rows, *s.shape[1:])), items, ring.storage)
+    _check_items(name, storage, items, lead, axes)
+    return jax.tree.map(
+        lambda x, s: jnp.asarray(x, s.dtype).reshape(length, *s.shape[1:]), items, storage
+    )
 
 
-def _advance(layout: Layout, ring: State, items: PyTree, mask: Any = None) -> tuple[State, Array]:
-    """The state after `items` [L, ...], but for its storage, and the slot [L] of each row.
+def _advance(layout: Layout, ring: State, rows: PyTree, mask: Any = None) -> tuple[State, Array]:
+    """The state after `rows` [L, N, ...], but for its storage, and the slot [L] of each row.
 
     Rows that are left out, their `mask` [L] being False, or that newer ones of the same batch would
     overwrite, get slots past the end, all different, which `_put` drops.
     """
-    length = _length(items)
+    length = len(jax.tree.leaves(rows)[0])
     rank: Any = np.arange(length, dtype=np.int32)
     count: Any = np.int32(length)
     if mask is None:
@@ -447,9 +317,9 @@ def _advance(layout: Layout, ring: State, items: PyTree, mask: Any = None) -> tu
 def _put(storage: PyTree, slot: Array, rows: PyTree, one: bool) -> PyTree:
     """Writes row [L, N, ...] to `slot` [L]; if `one`, L is 1 and the slot not past the end."""
 
-    def put(slot: Array, s: Array, x: Array) -> Array:
-        x = x.astype(s.dtype)
+    def put(s: Array, x: Array) -> Array:
         if one:
+            x = jnp.where(True, x, s[:1])  # x, on the mesh of s, which Explicit axes ask for
             return jax.lax.dynamic_update_slice_in_dim(s, x, slot[0], 0)
         # A scatter and not dynamic_update_slice: XLA does it in place for a block that wraps, too.
         # Of windows [1, N, ...]: XLA copies the rows first where `s.at[slot]` has it add that axis.
@@ -457,11 +327,41 @@ def _put(storage: PyTree, slot: Array, rows: PyTree, one: bool) -> PyTree:
         x, at = jnp.expand_dims(x, 1), jnp.expand_dims(slot, 1)
         return jax.lax.scatter(s, at, x, windows, unique_indices=True, mode="drop")
 
-    return _few_at_once(put, slot, storage, rows)
+    return jax.tree.map(put, storage, rows)
+
+
+def _once(i: Array) -> Array:
+    """`i`, uint32 below 2**31 - 1, which XLA computes once and not anew for each of its uses."""
+    return jax.lax.rem(i, np.uint32(2**31 - 1))
+
+
+def _take(x: Array, i: Array) -> Array:
+    """x[i] for `i` [B, ...] that are all in range."""
+    item = x.shape[1:]
+    axes = jax.lax.GatherDimensionNumbers(tuple(range(i.ndim, i.ndim + len(item))), (0,), (0,))
+
+    def gather(x: Array, i: Array) -> Array:
+        at = jnp.expand_dims(i, i.ndim)
+        return jax.lax.gather(x, at, axes, (1, *item), mode="promise_in_bounds")
+
+    def in_one_thread(x: Array, i: Array) -> Array:
+        i, half = _once(i.astype(jnp.uint32)).astype(jnp.int32), len(i) // 2
+        zero = (i.ravel()[0] < 0).astype(jnp.int32)  # 0, which XLA does not know
+        rows = jnp.broadcast_to(zero.astype(x.dtype), i.shape + item)
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, gather(x, i[:half]), zero, 0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, gather(x, i[half:]), zero + half, 0)
+
+    # To wake a second thread takes 10 to 60 us, and XLA on a CPU gives it half of a gather from
+    # more than 512 KiB, however little is read. What is written to a part of an array it does not.
+    i, large, is_key = i.astype(jnp.int32), 2**19, jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_large = x.nbytes >= large > i.size * x.nbytes // len(x) and not is_key
+    if i.ndim == 0 or len(i) < 2 or not is_large:
+        return gather(x, i)
+    return jax.lax.platform_dependent(x, i, cpu=in_one_thread, default=gather)
 
 
 def _position(layout: Layout, indices: Array) -> Array:
-    """Where the item of each index stands in `_flat` storage."""
+    """Where the item of each index stands in storage [T * N, ...]."""
     # Unsigned, here and in draws: JAX's remainder of what may be negative is a dozen operations,
     # which XLA repeats for each leaf.
     indices = indices.astype(jnp.uint32)
@@ -469,344 +369,255 @@ def _position(layout: Layout, indices: Array) -> Array:
     return (cluster * layout.capacity + index % layout.capacity).astype(jnp.int32)
 
 
-def _is_held(layout: Layout, cursor: Any, size: Any, index: Any, window: int = 1) -> Any:
-    """Whether the `window` rows from each index of one ring are stored. JAX or NumPy arrays."""
+def _is_held(layout: Layout, cursor: Array, size: Array, index: Array, window: int = 1) -> Array:
+    """Whether the `window` rows from each index of one ring are stored."""
     age = (cursor - index // layout.envs) % layout.modulus  # 1: the newest row
     exists = (index >= 0) & (index < layout.modulus * layout.envs)
     return exists & (age >= window) & (age <= size)
 
 
-def _is_stored(layout: Layout, state: State, indices: Any, window: int = 1) -> Any:
-    """The same of whichever ring each index is of, on the host if nothing is traced."""
-    cursor, size, indices = _host(state.cursor), _host(state.size), _host(indices)
-    cluster, index = indices % layout.clusters, indices // layout.clusters
-    if cursor.ndim:
-        cursor, size = cursor[cluster], size[cluster]
-    return _is_held(layout, cursor, size, index, window)
+def _starts(layout: Layout, cursor: Array, size: Array) -> tuple[Array, Array]:
+    """At how many rows a window may start, and the count of the first.
 
-
-def _check_state(layout: Layout, state: State) -> None:
-    shape = jax.tree.leaves(state.storage)[0].shape[:2]
-    expected = (layout.rows * layout.clusters, layout.envs)
-    if shape != expected:
-        raise ValueError(
-            f"the state holds {shape[0]} rows of {shape[1]} environments, this buffer "
-            f"{expected[0]} of {expected[1]}: it was made by another one's init"
-        )
-
-
-def _flat(leaf: Array) -> Array:
-    """[T, N, ...] as [T * N, ...], without a copy."""
-    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
-
-
-def _gather(layout: Layout, ring: State, indices: Array) -> PyTree:
-    """The item at each index; in a buffer of sequences the W items from it, on an axis after."""
-    _check_state(layout, ring)
-    if layout.sequences:
-        steps = layout.envs * layout.clusters * jnp.arange(layout.window)
-        indices = jnp.expand_dims(indices, -1) + jnp.expand_dims(steps, range(indices.ndim))
-    position = _position(layout, indices)
-    return _few_at_once(lambda i, s: _take(_flat(s), i), position, ring.storage)
-
-
-def _update(
-    layout: Layout, state: State, fn: Callable[..., PyTree], indices: Any, args: tuple
-) -> State:
-    """`fn` on every item, or on those at `indices` [B], which must be held to be written."""
-    items = jax.tree.map(_flat, state.storage)
-    if indices is None:
-        if args:
-            raise TypeError("update: args go with indices, a row for each; got no indices")
-        new = jax.vmap(fn)(items)
-        lead = (layout.capacity * layout.clusters,)
-        _check_items("update: fn's result", state.storage, new, lead, "max_size, ")
-        new = jax.tree.map(lambda s, x: x.astype(s.dtype).reshape(s.shape), state.storage, new)
-    else:
-        if indices.ndim != 1:
-            raise ValueError(f"update: indices must have shape [B], got {indices.shape}")
-        position = _position(layout, indices)
-        new = jax.vmap(fn)(jax.tree.map(lambda x: _take(x, position), items), *args)
-        _check_items("update: fn's result", state.storage, new, position.shape, "indices, ")
-        held = _is_stored(layout, state, indices)
-        past_end = layout.rows * layout.clusters
-        slot, env = jnp.where(held, position // layout.envs, past_end), position % layout.envs
-        new = jax.tree.map(
-            lambda s, x: s.at[slot, env].set(x.astype(s.dtype), mode="drop"), state.storage, new
-        )
-    return state._replace(storage=new)
-
-
-def _donate(donate: bool) -> dict[str, Any]:
-    return {"donate_argnames": "state"} if donate else {}
-
-
-def _get_and_update(
-    layout: Layout, donate: bool, check: Callable[..., None], index: Callable[[State, Any], Any]
-) -> tuple[Callable[..., PyTree], Callable[..., State]]:
-    """`get` and `update` where `index(state, indices)` are the indices meant by those given.
-
-    `check(name of the function, state, indices)` raises ValueError for those that are not held.
-    """
-
-    @jax.jit
-    def get_jit(state: State, indices: Array) -> PyTree:
-        return _gather(layout, state, index(state, indices))
-
-    def get(state: State, indices: Any) -> PyTree:
-        indices = _indices("get", indices)
-        check("get", state, indices)
-        return get_jit(state, indices)
-
-    @partial(jax.jit, static_argnames="fn", **_donate(donate))
-    def update_jit(state: State, fn: Callable, indices: Any, args: tuple) -> State:
-        indices = None if indices is None else index(state, indices)
-        return _update(layout, state, fn, indices, args)
-
-    def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
-        if indices is not None:
-            indices = jnp.atleast_1d(_indices("update", indices))
-            check("update", state, indices)
-        return update_jit(state, fn, indices, args)
-
-    return get, update
-
-
-# --------------------------------------------------------------------------------- windows, replay
-
-
-def _bits(key: Array, rows: int, count: int) -> list[Array]:
-    """The rows of jax.random.bits(key, (rows, count)): Threefry (Salmon et al. 2011), unrolled."""
-    partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
-    if jax.random.key_impl(key) != "threefry2x32" or not partitionable:
-        return list(jax.random.bits(key, (rows, count)))
-    first, second = jax.random.key_data(key)
-    keys = first, second, first ^ second ^ np.uint32(0x1BD11BDA)
-
-    def row(start: int) -> Array:
-        x = jnp.full(count, keys[0])
-        y = jax.lax.iota(np.uint32, count) + (keys[1] + np.uint32(start))
-        for i in range(5):
-            for left in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-                x = x + y
-                y = x ^ ((y << left) | (y >> (32 - left)))
-            x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
-        return x ^ y
-
-    return [row(start * count) for start in range(rows)]
-
-
-def _random(key: Array, rows: int, count: int) -> list[Array]:
-    """The rows of jax.random.uniform(key, (rows, count)): float32, 0 to below 1."""
-    one = np.float32(1).view(np.uint32)
-    mantissas = [_once(bits >> 9) | one for bits in _bits(key, rows, count)]
-    return [jax.lax.bitcast_convert_type(bits, jnp.float32) - 1 for bits in mantissas]
-
-
-def _scaled(bits: Any, bound: Array) -> Array:
-    """[B] uint32 in 0 to bound - 1 (0 if bound is 0): floor(bound * r / 2**64).
-
-    `r`, `bits` [2, B] uint32, are 64 random bits each, so that no number is favoured by more than
-    bound / 2**64. The product is taken in halves of 16 bits.
-    """
-    high, low = bits
-    n = bound.astype(jnp.uint32)  # below 2**30
-    n_high, n_low = n >> 16, n & 0xFFFF
-
-    def upper(x: Array) -> Array:
-        """The upper 32 bits of the 64-bit product x * n."""
-        low_product, high_product = (x & 0xFFFF) * n_low, (x >> 16) * n_low
-        middle = (x & 0xFFFF) * n_high + (low_product >> 16) + (high_product & 0xFFFF)
-        return (x >> 16) * n_high + (high_product >> 16) + (middle >> 16)
-
-    added = upper(low)
-    carry = (high * n + added) < added  # whether that sum passes 2**32
-    return upper(high) + carry.astype(jnp.uint32)
-
-
-def _starts(layout: Layout, cursor: Any, size: Any) -> tuple[Any, Any]:
-    """At how many rows a window may start, and the count of the first. JAX or NumPy arrays.
-
-    The rows held are counted cursor - size, ..., cursor - 1. A window starts at a multiple of
-    `period` and ends at a row that is held, so it never crosses the write position. The count is
-    not taken modulo `layout.modulus`: it may be negative.
+    The rows held are counted cursor - size, ..., cursor - 1; here the count may be negative. A
+    window starts at a multiple of `period` and ends at a row held, not across the write position.
     """
     skipped = -(cursor - size) % layout.period
     starts = (size - skipped - layout.window + layout.period) // layout.period
-    return starts * (starts > 0).astype(np.int32), cursor - size + skipped
+    return jnp.maximum(starts, 0), cursor - size + skipped
+
+
+def _scaled(bits: Array, bound: Array) -> Array:
+    """[B] uint32 in 0 to bound - 1 (0 if bound is 0): floor(bound * r / 2**64).
+
+    `r`, `bits` [2, B] uint32, are 64 random bits each, so that no number is favoured by more than
+    bound / 2**64. (jax.random.randint takes four times as long, called from Python on a CPU.)
+    """
+    n = bound.astype(jnp.uint32)  # below 2**30
+
+    def upper(x: Array) -> Array:
+        """The upper 32 bits of x * n, by products of 16 bits."""
+        low, high = (x & 0xFFFF) * (n & 0xFFFF), (x >> 16) * (n & 0xFFFF)
+        middle = (x & 0xFFFF) * (n >> 16) + (low >> 16) + (high & 0xFFFF)
+        return (x >> 16) * (n >> 16) + (high >> 16) + (middle >> 16)
+
+    added = upper(bits[1])
+    return upper(bits[0]) + (bits[0] * n + added < added).astype(jnp.uint32)  # with its carry
 
 
 def _uniform(layout: Layout, state: State, key: Array, batch_size: int) -> tuple[Array, Array]:
     """Indices [B] of windows, each as likely as the others, and their probabilities [B]."""
     starts, first = _starts(layout, state.cursor, state.size)
     total = starts * layout.envs
-    draw = _scaled(_bits(key, 2, batch_size), total)
+    draw = _scaled(jax.random.bits(key, (2, batch_size), jnp.uint32), total)
     first = (first + layout.modulus).astype(jnp.uint32)
     row = (first + layout.period * (draw // layout.envs)) % layout.modulus
     index = (row * layout.envs + draw % layout.envs).astype(jnp.int32)
-    count = total.astype(np.float32)
+    count = total.astype(jnp.float32)
     probability = jnp.where(count > 0, 1 / jnp.maximum(count, 1), 0)
     return index, jnp.broadcast_to(probability, index.shape)
 
 
-def _at_most(x: Any, most: int) -> Any:
-    """The smaller one; of a JAX or a NumPy array."""
-    return (jnp if isinstance(x, jax.core.Tracer) else np).minimum(x, np.int32(most))
-
-
-def _any_start(layout: Layout, state: State, added: Any = None) -> Any:
-    """Whether there is a window to draw, `added` rows from now; on the host if not traced."""
-    cursor, size = _host(state.cursor), _host(state.size)
-    if added is not None:
-        cursor, size = cursor + added, _at_most(size + added, layout.rows)
-    return _starts(layout, cursor, size)[0] > 0
+# ------------------------------------------------------------------- the functions of every buffer
 
 
 class Core(NamedTuple):
-    """What makes one kind of replay buffer. A `state` here is one whose storage is left out."""
+    """What makes one kind of buffer. A `state` here is one whose storage is left out."""
 
     layout: Layout
-    # (layout) -> state
-    empty: Callable[..., State] = _empty
-    # (layout, state, items [L, ...], mask [L] or None) -> state, slots [L] for `_put`
+    empty: Callable[[], State] = lambda: RingState((), jnp.int32(0), jnp.int32(0))
+    # (layout, state, rows [L, N, ...], mask [L] or None) -> state, slots [L] for `_put`
     advance: Callable[..., tuple[State, Array]] = _advance
     # (layout, state, key, B) -> indices [B], probabilities [B]
     choose: Callable[..., tuple[Array, Array]] = _uniform
-    # (layout, state, added) -> whether there is anything to draw, `added` rows from now
-    drawable: Callable[..., Any] = _any_start
+    # (layout, state) -> whether there is anything to draw
+    drawable: Callable[..., Array] = lambda layout, s: _starts(layout, s.cursor, s.size)[0] > 0
     # (layout, state, indices [B], priorities [B]) -> state
     set_priorities: Callable[..., State] | None = None
-    # (name of the function, items [L, ...], mask) -> rows that go to each ring; raises ValueError
-    arriving: Callable[..., Any] | None = None
+    # (layout, state, given) -> the indices that are meant by those that the user gives
+    meant: Callable[..., Array] = lambda layout, state, given: given
+    gone: str = "an index is not in the buffer (any more)"
 
 
-def _replay(core: Core, donate: bool) -> Any:
-    """The `Replay`, or `PrioritisedReplay`: the ring and the gather with this core."""
-    layout, donated = core.layout, _donate(donate)
-    # A weight, or a number of rows held, with which there is something to draw for certain.
-    enough = TINY if core.set_priorities else layout.window + layout.period - 1
+def _init(core: Core, item: PyTree) -> State:
+    """Storage for items like `item`, in which Python scalars have JAX's default dtypes."""
+    if not jax.tree.leaves(item):
+        raise ValueError(f"init: the item has no arrays in it, got {item!r}")
+    lead = (core.layout.rows * core.layout.clusters, core.layout.envs)
+    storage = jax.tree.map(lambda x: jnp.zeros(lead + jnp.shape(x), jnp.result_type(x)), item)
+    return core.empty()._replace(storage=storage)
 
-    def check_can_sample(name: str, state: State, added: Any = None) -> None:
-        if not _is_checked(layout, state.size):
-            return
-        # Nearly always the first of these numbers tells, which is much faster to look at.
-        known = state.tree[-1] if core.set_priorities else state.size
-        if added is not None:  # a new item that is a window of its own
-            known = added * np.int32(layout.window == layout.period == 1)
-        if not isinstance(known, jax.core.Tracer) and np.asarray(known).item(0) >= enough:
-            return
-        ok = core.drawable(layout, state, added).any()
-        message = (
-            f"{name}: nothing to draw, {{size}} steps held and a draw takes {layout.window} "
-            f"from a multiple of {layout.period} on, of a priority above 0 if there are any: "
-            "add more, or ask can_sample"
-        )
-        size = _host(state.size)
-        size = size if added is None else _at_most(size + added, layout.rows)
-        _check(ok, message, size=size.sum())
+
+def _write(core: Core, state: State, items: PyTree, mask: Any = None, one: bool = False) -> State:
+    """What `add`, with `one`, and `add_batch` do."""
+    _check_state(core, state)
+    rows = _rows(core.layout, state.storage, items, one)
+    length = len(jax.tree.leaves(rows)[0])
+    given = f"{getattr(mask, 'dtype', type(mask).__name__)}{getattr(mask, 'shape', '')}"
+    if mask is not None and given != f"bool({length},)":
+        raise ValueError(f"add_batch: mask is {given}, expected bool and ({length},): a flag a row")
+    new, slot = core.advance(core.layout, state._replace(storage=()), rows, mask)
+    return new._replace(storage=_put(state.storage, slot, rows, mask is None and len(slot) == 1))
+
+
+def _draw(core: Core, state: State, key: Array, batch_size: int) -> Sample:
+    _check_state(core, state)
+    counters = state._replace(storage=())
+    indices, probabilities = core.choose(core.layout, counters, key, batch_size)
+    return Sample(_gather(core.layout, state.storage, indices), indices, probabilities)
+
+
+def _write_and_draw(core: Core, state: State, items: PyTree, key: Array, batch_size: int) -> Any:
+    state = _write(core, state, items)
+    return state, _draw(core, state, key, batch_size)
+
+
+def _gather(layout: Layout, storage: PyTree, indices: Array) -> PyTree:
+    """The item at each index; in a buffer of sequences the W items from it, on an axis after."""
+    if layout.sequences:
+        steps = layout.envs * layout.clusters * jnp.arange(layout.window)
+        indices = jnp.expand_dims(indices, -1) + jnp.expand_dims(steps, range(indices.ndim))
+    position = _position(layout, indices)
+    return jax.tree.map(lambda s: _take(jax.lax.collapse(s, 0, 2), position), storage)
+
+
+def _get(core: Core, state: State, indices: Array) -> PyTree:
+    _check_state(core, state)
+    return _gather(core.layout, state.storage, core.meant(core.layout, state, indices))
+
+
+def _is_stored(core: Core, state: State, indices: Array, window: int = 1) -> Array:
+    """Whether the `window` rows from each of the given indices are stored."""
+    _check_state(core, state)
+    indices = core.meant(core.layout, state, indices)
+    cluster, index = indices % core.layout.clusters, indices // core.layout.clusters
+    cursor, size = state.cursor, state.size
+    if cursor.ndim:
+        cursor, size = cursor[cluster], size[cluster]
+    return _is_held(core.layout, cursor, size, index, window)
+
+
+def _update(core: Core, state: State, fn: Callable, indices: Any, args: tuple) -> State:
+    """`fn` on every item, or on those at `indices` [B], which must be held to be written."""
+    _check_state(core, state)
+    layout, name = core.layout, "update: fn's result"
+    items = jax.tree.map(lambda s: jax.lax.collapse(s, 0, 2), state.storage)
+    if indices is None:
+        if args:
+            raise TypeError("update: args go with indices, a row for each; got no indices")
+        new = jax.vmap(fn)(items)
+        _check_items(name, state.storage, new, (layout.capacity * layout.clusters,), "max_size, ")
+        put = lambda s, x: jnp.asarray(x, s.dtype).reshape(s.shape)  # noqa: E731
+    else:
+        if indices.ndim != 1:
+            raise ValueError(f"update: indices must have shape [B], got {indices.shape}")
+        position = _position(layout, core.meant(layout, state, indices))
+        new = jax.vmap(fn)(jax.tree.map(lambda x: _take(x, position), items), *args)
+        _check_items(name, state.storage, new, position.shape, "indices, ")
+        held, env = _is_stored(core, state, indices), position % layout.envs
+        slot = jnp.where(held, position // layout.envs, layout.rows * layout.clusters)
+        put = lambda s, x: s.at[slot, env].set(jnp.asarray(x, s.dtype), mode="drop")  # noqa: E731
+    return state._replace(storage=jax.tree.map(put, state.storage, new))
+
+
+def _set_priorities(core: Core, state: State, indices: Array, priorities: Array) -> State:
+    _check_state(core, state)
+    indices, priorities = indices.reshape(-1), priorities.reshape(-1).astype(jnp.float32)
+    return core.set_priorities(core.layout, state, indices, priorities)  # type: ignore[misc]
+
+
+def _replay(core: Core, donate: bool) -> Replay:
+    """The functions above with this core, jitted. Called from Python they check values first."""
+    layout = core.layout
+
+    def jit(fn: Callable, *static: str, changes: bool = False, **arguments: Any) -> Any:
+        donated = "state" if changes and donate else None
+        fn = partial(fn, core, **arguments)
+        return jax.jit(fn, static_argnames=static, donate_argnames=donated)
+
+    write, draw = jit(_write, changes=True), jit(_draw, "batch_size")
+    write_and_draw = jit(_write_and_draw, "batch_size", changes=True)
+    get_in_jit, update_in_jit = jit(_get), jit(_update, "fn", changes=True)
+    set_in_jit = jit(_set_priorities, changes=True)
+    clusters = tuple(range(-core.empty().size.ndim, 0))  # the axis K, if there is one
 
     @jax.jit
-    def init(item: PyTree) -> State:
-        return core.empty(layout)._replace(storage=_empty_storage(layout, item))
+    def size(state: State) -> Array:
+        return state.size.sum(axis=clusters, dtype=jnp.int32) * layout.envs
 
-    alone = jax.jit(lambda item: jax.tree.map(lambda x: jnp.expand_dims(x, 0), item))
+    @jax.jit
+    def can_sample(state: State, min_size: Any = 1) -> Array:
+        return core.drawable(layout, state).any(axis=clusters) & (size(state) >= min_size)
 
-    def write(state: State, items: PyTree, rows: PyTree, mask: Any = None) -> State:
-        new, slot = core.advance(layout, state._replace(storage=()), items, mask)
-        one = mask is None and _length(rows) == 1 and not core.arriving
-        return new._replace(storage=_put(state.storage, slot, rows, one))
+    @jax.jit
+    def after(state: State, items: PyTree) -> State:
+        return _write(core, state, items)._replace(storage=())
 
-    @partial(jax.jit, **donated)
-    def add_jit(state: State, item: PyTree) -> State:
-        return write(state, alone(item), _rows(layout, state, item, one=True))
+    @partial(jax.jit, static_argnames="window")
+    def are_stored(state: State, indices: Array, window: int) -> Array:
+        return _is_stored(core, state, indices, window).all()
 
-    @partial(jax.jit, **donated)
-    def add_batch_jit(state: State, items: PyTree, mask: Array | None = None) -> State:
-        _check_mask(mask, _length(items))
-        return write(state, items, _rows(layout, state, items), mask)
+    def check_drawable(name: str, state: State, items: PyTree = None) -> None:
+        known, at, enough = state.size, 0, layout.window + layout.period - 1
+        if core.set_priorities:
+            known, at, enough = state.top, -4, TINY  # the last level's first node
+        if isinstance(known, jax.core.Tracer):
+            if not layout.debug:
+                return
+        elif np.asarray(known).item(at) >= enough:  # nearly always, and faster than any call
+            return
+        _check_state(core, state)
+        state = state if items is None else after(state, items)
+        wanted = f"{layout.window} steps from a multiple of {layout.period}, of a priority above 0"
+        message = f"{name}: nothing to draw, {{size}} items held; a draw takes {wanted}"
+        _check(can_sample(state), message, size=size(state))
 
-    def add(state: State, item: PyTree) -> State:
-        if core.arriving:
-            core.arriving("add", alone(item))
-        return add_jit(state, item)
-
-    def add_batch(state: State, items: PyTree, mask: Array | None = None) -> State:
-        if core.arriving:
-            core.arriving("add_batch", items, mask)
-        return add_batch_jit(state, items, mask)
-
-    def draw(state: State, key: Array, batch_size: int) -> Sample:
-        _check_state(layout, state)
-        known = state._replace(storage=())
-        indices, probabilities = core.choose(layout, known, key, batch_size)
-        return Sample(_gather(layout, state, indices), indices, probabilities)
-
-    sample_jit = jax.jit(draw, static_argnames="batch_size")
+    def check_indices(name: str, state: State, indices: Any, window: int) -> None:
+        if _is_checked(layout, state.size, indices):
+            _check(are_stored(state, indices, window), f"{name}: {core.gone}", size=state.size)
 
     def sample(state: State, key: Array, batch_size: int) -> Sample:
-        check_can_sample("sample", state)
-        return sample_jit(state, key, _positive("batch_size", batch_size))
+        check_drawable("sample", state)
+        return draw(state, key, _positive("batch_size", batch_size))
 
-    @partial(jax.jit, static_argnames="batch_size", **donated)
-    def add_and_sample_jit(
-        state: State, items: PyTree, key: Array, batch_size: int
-    ) -> tuple[State, Sample]:
-        state = write(state, items, _rows(layout, state, items))
-        return state, draw(state, key, batch_size)
+    def add_and_sample(state: State, items: PyTree, key: Array, batch_size: int) -> Any:
+        check_drawable("add_and_sample", state, items)
+        return write_and_draw(state, items, key, _positive("batch_size", batch_size))
 
-    def add_and_sample(
-        state: State, items: PyTree, key: Array, batch_size: int
-    ) -> tuple[State, Sample]:
-        name = "add_and_sample"
-        added = core.arriving(name, items) if core.arriving else np.int32(_length(items))
-        check_can_sample(name, state, added)
-        return add_and_sample_jit(state, items, key, _positive("batch_size", batch_size))
+    def get(state: State, indices: Any) -> PyTree:
+        indices = _indices("get", indices)
+        check_indices("get", state, indices, layout.window)
+        return get_in_jit(state, indices)
 
-    def check_indices(name: str, state: State, indices: Any) -> None:
-        if _is_checked(layout, state.size, indices):
-            window = layout.window if name == "get" else 1  # `update` is of single items
-            held = _is_stored(layout, state, indices, window)
-            _check(held.all(), f"{name}: an index is not in the buffer (any more)")
-
-    get, update = _get_and_update(layout, donate, check_indices, lambda state, indices: indices)
-
-    size = jax.jit(lambda state: state.size.sum() * layout.envs)
-    can_sample = jax.jit(lambda state: core.drawable(layout, state).any())
-    if not core.arriving:
-        add, add_batch = add_jit, add_batch_jit
-    functions = (init, add, add_batch, sample, add_and_sample, get, update, size, can_sample)
-    weigh = core.set_priorities
-    if weigh is None:
-        return Replay(*functions, core)
-
-    @partial(jax.jit, **donated)
-    def set_priorities_jit(state: State, indices: Any, priorities: Any) -> State:
-        expected = jax.eval_shape(partial(core.empty, layout))
-        if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, expected):
-            raise ValueError("set_priorities: the state was made by another buffer's init")
-        indices, priorities = indices.reshape(-1), priorities.reshape(-1).astype(jnp.float32)
-        return weigh(layout, state, indices, priorities)
+    def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
+        if indices is not None:
+            indices = jnp.atleast_1d(_indices("update", indices))
+            check_indices("update", state, indices, 1)
+        return update_in_jit(state, fn, indices, args)
 
     def set_priorities(state: State, indices: Any, priorities: Any) -> State:
         indices = _indices("set_priorities", indices)
         if not isinstance(priorities, jax.Array):
             priorities = np.asarray(priorities, np.float32)
         if priorities.shape != indices.shape or indices.ndim > 1:
-            raise ValueError(
-                f"set_priorities: indices and priorities must have the same shape [B], got "
-                f"{indices.shape} and {priorities.shape}"
-            )
+            shapes = f"got {indices.shape} and {priorities.shape}"
+            raise ValueError(f"set_priorities: indices and priorities must both be [B], {shapes}")
         if _is_checked(layout, priorities):
-            ok = _are_priorities(_host(priorities))
+            given = (jnp if layout.debug else np).asarray(priorities)
+            ok = ((given >= 0) & (given < np.inf)).all()
             _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
         # Without the storage, which does not change: to pass an array costs a microsecond.
-        new = set_priorities_jit(state._replace(storage=()), indices, priorities)
+        new = set_in_jit(state._replace(storage=()), indices, priorities)
         return new._replace(storage=state.storage)
 
-    return PrioritisedReplay(*functions, core, set_priorities)
+    put = set_priorities if core.set_priorities else None
+    init, add = jit(_init), jit(_write, changes=True, one=True)
+    return Replay(
+        init, add, write, sample, add_and_sample, get, update, size, can_sample, core, put
+    )
 
 
-# ---------------------------------------------------------------------------------------- circular
+# ------------------------------------------------------------------------------- circular, uniform
 
 
 def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) -> CircularBuffer:
@@ -816,46 +627,37 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
       max_size: how many items are held; then each new one overwrites the oldest.
       donate, debug: as in `uniform_replay`.
 
-    Raises:
-      TypeError, ValueError: `max_size` is not an int from 1 to 2**29.
+    Raises TypeError or ValueError if `max_size` is not an int from 1 to 2**29.
     """
     layout = _layout(max_size, debug=debug)
-    ring = _replay(Core(layout), donate)  # of which a queue has what does not draw
 
-    def index(state: RingState, i: Array) -> Array:
+    def meant(layout: Layout, state: RingState, i: Array) -> Array:
         """The index of the i-th oldest item, or -1."""
         held = (i >= 0) & (i < state.size)
         return jnp.where(held, (state.cursor - state.size + i) % layout.modulus, -1)
 
-    @partial(jax.jit, static_argnames="n", **_donate(donate))
-    def pop_jit(state: RingState, n: int) -> tuple[RingState, PyTree]:
-        items = _gather(layout, state, index(state, jnp.arange(n)))
+    gone = "indices must be from 0 (oldest) to size - 1, and size is {size}"
+    core = Core(layout, meant=meant, gone=gone)
+    ring = _replay(core, donate)  # of which a queue has what does not draw
+
+    @partial(jax.jit, static_argnames="n", donate_argnames="state" if donate else None)
+    def pop_in_jit(state: RingState, n: int) -> tuple[RingState, PyTree]:
+        items = _get(core, state, jnp.arange(n))
         return state._replace(size=jnp.maximum(state.size - n, 0)), items
 
     def pop(state: RingState, n: int) -> tuple[RingState, PyTree]:
         if _positive("n", n) > max_size:
             raise ValueError(f"pop: n is {n}, but at most max_size = {max_size} items are held")
         if _is_checked(layout, state.size):
-            size = _host(state.size)
-            _check(size >= n, "pop: {n} items asked for, but {size} held", n=n, size=size)
-        return pop_jit(state, n)
-
-    def check_indices(name: str, state: RingState, indices: Any) -> None:
-        if _is_checked(layout, state.size, indices):
-            i, size = _host(indices), _host(state.size)
-            message = name + ": indices must be from 0 (oldest) to size - 1, and size is {size}"
-            _check(((i >= 0) & (i < size)).all(), message, size=size)
-
-    get, update = _get_and_update(layout, donate, check_indices, index)
+            ok = can_pop(state, n).all()
+            _check(ok, "pop: {n} items asked for, but {size} held", n=n, size=state.size)
+        return pop_in_jit(state, n)
 
     can_add = jax.jit(lambda state, n: state.size + n <= max_size)
     can_pop = jax.jit(lambda state, n: state.size >= n)
     return CircularBuffer(
-        ring.init, ring.add, ring.add_batch, pop, get, update, ring.size, can_add, can_pop
+        ring.init, ring.add, ring.add_batch, pop, ring.get, ring.update, ring.size, can_add, can_pop
     )
-
-
-# ----------------------------------------------------------------------------------------- uniform
 
 
 def uniform_replay(
@@ -871,8 +673,7 @@ def uniform_replay(
 
     Args:
       max_size: items held, over all environments; then each new row overwrites the oldest.
-      num_envs: N, items then come as steps of N environments [N, ...], stored time-major, and
-        `add_batch` takes [L, N, ...]. None: items come one by one.
+      num_envs: N, `add` then takes steps of N environments [N, ...]. None: single items.
       sequence_length: W, `sample` then gives windows [B, W, ...] of W consecutive steps of one
         environment. They never cross the write position, but they do cross episode ends: store
         what tells. None: `sample` gives items [B, ...].
@@ -882,107 +683,90 @@ def uniform_replay(
         work in place. False keeps old states alive, at the cost of copying the storage each call.
       debug: whether mistakes in values, inside jit, are errors under checkify.
 
-    Raises:
-      TypeError, ValueError: a size is not an int of at least 1, `max_size` is not a multiple of
-        num_envs * period or exceeds 2**29, or a window is longer than what is held.
+    Raises TypeError or ValueError for sizes that are not ints of at least 1, and for a `max_size`
+    over 2**29, too small for a window, or not a multiple of num_envs * period.
     """
     return _replay(Core(_layout(max_size, num_envs, sequence_length, period, debug)), donate)
 
 
 # ---------------------------------------------------------------------------------------- sum tree
 #
-# tree[0] has a weight for each position. tree[l + 1][i] is the sum of the FANOUT nodes from
-# tree[l][FANOUT * i] on, recomputed from them whenever one changes: a difference added to it would
-# leave a rounding error behind for good. The last level has at most TOP nodes. Levels are padded
-# with zeros to a multiple of FANOUT: 4.6 bytes a position in all.
-
-FANOUT = 8
-TOP = 64
-# With 24 bits a float32 tells the nodes of this many levels (2**15) apart, and not those of many
+# `tree` has a weight for each position, and after them further levels: node i of the next level is
+# the sum of nodes 4 i to 4 i + 3, recomputed from them when one changes: a difference added to it
+# would leave a rounding error behind for good. Levels are padded with zeros to a multiple of 4: 5.4
+# bytes a position in all. The levels of at most TOP nodes are in `top`, and are summed anew as a
+# whole; the last one has 4.
+TOP = 256
+# With 24 bits a float32 tells the nodes of this many levels (2**14) apart, and not those of many
 # more: a single number would favour some of ten million items and miss others.
-LEVELS_PER_DRAW = 4
+LEVELS_PER_DRAW = 7
 
 
-def _tree(positions: int) -> tuple[Array, ...]:
-    """The tree of that many weights, all 0."""
-    levels, nodes = [], positions
-    while True:
-        levels.append(jnp.zeros(-(-nodes // FANOUT) * FANOUT, jnp.float32))
-        if nodes <= TOP:
-            return tuple(levels)
-        nodes = levels[-1].size // FANOUT
+def _levels(positions: int) -> tuple[Levels, list[int]]:
+    """Of each level: whether it is in `top`, its first group of 4, its groups; those of both."""
+    levels: Levels = []
+    start, nodes = [0, 0], positions
+    while len(levels) < 2 or nodes > 1:
+        is_top, groups = bool(levels) and nodes <= TOP, -(-nodes // 4)
+        levels.append((is_top, start[is_top], groups))
+        start[is_top] += groups
+        nodes = groups
+    return levels, start
 
 
-def _tree_set(
-    tree: tuple[Array, ...], positions: Array, weights: Array, where: Array
-) -> tuple[Array, ...]:
-    """The tree with `weights` [B] at `positions` [B], in the rows where `where` [B] is True."""
-    past_end = tree[0].size
-    levels = [tree[0].at[jnp.where(where, positions, past_end)].set(weights, mode="drop")]
-    node = jnp.where(where, positions, 0)  # the sums above position 0 are right before and after
-    for level in tree[1:]:
-        children = levels[-1].reshape(-1, FANOUT)
-        if len(children) <= node.size:  # cheaper to sum them all
-            sums = jnp.zeros_like(level).at[: len(children)].set(children.sum(axis=-1))
+def _sum(groups: Array) -> Array:
+    """[B], the sum of each of `groups` [B, 4]."""
+    return groups[:, 0] + groups[:, 1] + (groups[:, 2] + groups[:, 3])
+
+
+def _tree_set(tree: Array, levels: Levels, positions: Array, weights: Array, where: Array) -> Any:
+    """`tree` and `top` with `weights` [B] at `positions` [B], where `where` [B] is True."""
+    if len(positions) == 1:  # XLA makes slices of it, reads and writes them at once and copies all
+        positions, weights, where = (jnp.repeat(x, 2) for x in (positions, weights, where))
+    tree = tree.at[jnp.where(where, positions, tree.size)].set(weights, mode="drop")
+    node = jnp.where(where, positions, 0).astype(jnp.uint32)  # the sums above 0 stay right
+    top: list[Array] = []
+    for (_, start, groups), (is_top, above, padded) in itertools.pairwise(levels):
+        if is_top:
+            below = top[-1] if top else tree[4 * start : 4 * (start + groups)]
+            top.append(jnp.pad(_sum(below.reshape(-1, 4)), (0, 4 * padded - groups)))
         else:
-            node = _once(node.astype(jnp.uint32) // FANOUT).astype(jnp.int32)
-            sums = level.at[node].set(_sums(_take(children, node))[-1])
-        levels.append(sums)
-    return tuple(levels)
+            node = _once(node // 4)
+            sums = _sum(_take(tree.reshape(-1, 4), start + node))
+            tree = tree.at[4 * above + node].set(sums, mode="promise_in_bounds")
+    return jax.lax.optimization_barrier((tree, jnp.concatenate(top)))  # else XLA copies the tree
 
 
-def _sums(weights: Array) -> Array:
-    """[F, B], the sums of the first 1, 2, ..., F of each of `weights` [B, F].
+def _tree_draw(tree: Array, top: Array, levels: Levels, key: Array, count: int) -> Any:
+    """Positions [B] uint32 in proportion to their weights, one from each of B equal shares.
 
-    Not cumsum, which XLA makes of many small steps. Each sum adds up the same terms in the same
-    order: where a weight is 0 it equals the one before.
+    Stratified as in Schaul et al. 2016, section 3.3. With their weights; 0 and 0 if there are none.
     """
-    if weights.shape[1] > FANOUT:
-        ones = np.tri(weights.shape[1], dtype=np.float32)
-        return jnp.einsum("fk,bk->fb", ones, weights, precision=jax.lax.Precision.HIGHEST)
-    sums = [weights[:, 0]]
-    for k in range(1, weights.shape[1]):
-        sums.append(sums[-1] + weights[:, k])
-    return jnp.stack(sums)
-
-
-def _choose(sums: Array, target: Array) -> tuple[Array, Array]:
-    """In whose share of `sums` [F, B] `target` [B], 0 or more, lies, 0 to F - 1, and how far in it.
-
-    Never in that of a weight 0; where all are 0 the first. A target of the total or more, as
-    rounding makes, lies in the last share. `sums` may be [F, 1], the same for all.
-    """
-    # The second is False from the last weight above 0 on.
-    is_passed = (sums <= target[None]) & (sums < sums[-1:])
-    share = jnp.sum(is_passed, axis=0, dtype=jnp.int32)
-    flat, columns = sums.reshape(-1), sums.shape[1]
-    last = jnp.maximum(share - 1, 0) * columns + np.arange(target.size, dtype=np.int32) % columns
-    before = _take(flat, last)
-    return share, target - jnp.where(share > 0, before, 0)
-
-
-def _tree_draw(tree: tuple[Array, ...], key: Array, count: int) -> tuple[Array, Array]:
-    """Positions [B] drawn in proportion to their weights, one from each of B equal shares.
-
-    Stratified as in Schaul et al. 2016, section 3.3. Returns the positions and their
-    probabilities; position 0 and probability 0 if all weights are 0.
-    """
-    uniform = _random(key, -(-len(tree) // LEVELS_PER_DRAW), count)
-    sums = _sums(tree[-1][None])
-    total = sums[-1, 0]
-    share = (jnp.arange(count, dtype=jnp.float32) + uniform[0]) / count
-    node, target = _choose(sums, share * total)
-    for depth, level in enumerate(reversed(tree[:-1]), start=1):
-        sums = _sums(_take(level.reshape(-1, FANOUT), node))
-        if depth % LEVELS_PER_DRAW == 0:
-            target = uniform[depth // LEVELS_PER_DRAW] * sums[-1]
-        child, target = _choose(sums, target)
-        node = node * FANOUT + child
-    weights = _take(tree[0], node)
-    # A function of the weights, as well, so that nothing is written before they are read: XLA would
-    # copy the tree in a loop that draws and sets. (It drops an optimization_barrier too soon.)
-    node = jnp.where(weights >= 0, node, 0)
-    return node, weights / jnp.where(total > 0, total, 1)
+    uniform = jax.random.uniform(key, (-(-len(levels) // LEVELS_PER_DRAW), count))
+    node = jnp.zeros(count, jnp.uint32)
+    fraction = (jnp.arange(count, dtype=jnp.float32) + uniform[0]) / count  # of the node's weight
+    for i, (is_top, start, _) in enumerate(reversed(levels)):
+        group = _take((top if is_top else tree).reshape(-1, 4), start + node)
+        if i and i % LEVELS_PER_DRAW == 0:
+            fraction = uniform[i // LEVELS_PER_DRAW]
+        # To the left or the right pair, then to one of it. Never to the right if nothing has a
+        # weight there: so what has none is never drawn, in whichever way the sums were rounded.
+        a, b, c, d = group.T
+        target = fraction * _sum(group)
+        is_right = (target >= a + b) & (c + d > 0)
+        target = jnp.where(is_right, target - (a + b), target)
+        left, right = jnp.where(is_right, c, a), jnp.where(is_right, d, b)
+        is_second = (target >= left) & (right > 0)
+        target = jnp.where(is_second, target - left, target)
+        fraction = target / jnp.where(is_second, right, left)
+        node = 4 * node + 2 * is_right.astype(jnp.uint32) + is_second.astype(jnp.uint32)
+        # Otherwise XLA computes a level once more for each level below it.
+        node, fraction = jax.lax.optimization_barrier((_once(node), fraction))
+    total = top[-4:].sum()
+    # A division is not repeated, and the positions depend on it, so that nothing is written before
+    # the tree is read: XLA would copy it in a loop that draws and sets.
+    probabilities = _take(tree, node) / jnp.where(total > 0, total, 1)
+    return jnp.where(probabilities >= 0, node, 0), probabilities
 
 
 # ------------------------------------------------------------------------------------- prioritised
@@ -997,12 +781,11 @@ def prioritised_replay(
     period: int = 1,
     donate: bool = True,
     debug: bool = False,
-) -> PrioritisedReplay:
+) -> Replay:
     """A ring of the last `max_size` items, drawn from in proportion to priority ** exponent.
 
-    Proportional prioritisation of Schaul et al. 2016, section 3.3 and equation 1, with stratified
-    draws; `importance_weights` makes up for the bias. An item of priority 0 is never drawn (but
-    with exponent 0, where all are alike).
+    Schaul et al. 2016, section 3.3, equation 1, with stratified draws; `importance_weights` undoes
+    the bias. An item of priority 0 is never drawn (but with exponent 0 all are alike).
 
     Args:
       max_size: items held, over all environments; then each new row overwrites the oldest.
@@ -1010,27 +793,30 @@ def prioritised_replay(
       num_envs, sequence_length, period, donate, debug: as in `uniform_replay`. A window has one
         priority, that of its first item.
 
-    Raises:
-      TypeError, ValueError: as in `uniform_replay`; `priority_exponent` is negative or not finite.
+    Raises TypeError and ValueError as `uniform_replay`, and if the exponent is below 0 or infinite.
     """
     layout = _layout(max_size, num_envs, sequence_length, period, debug)
     if not 0 <= priority_exponent < np.inf:
         raise ValueError(f"priority_exponent must be 0 or more, got {priority_exponent}")
     # Whatever the priorities are, no sum overflows, nor does 1 / sum underflow.
     largest = np.finfo(np.float32).max / (8 * layout.capacity)
+    levels, sizes = _levels(layout.capacity)
 
     def weight(priorities: Array) -> Array:
         return jnp.minimum(priorities**priority_exponent, largest)
 
-    def empty(layout: Layout) -> PrioritisedState:
-        return PrioritisedState(*_empty(layout), _tree(layout.capacity), jnp.float32(0))
+    def empty() -> PrioritisedState:
+        tree, top = (jnp.zeros(4 * groups, jnp.float32) for groups in sizes)
+        return PrioritisedState((), jnp.int32(0), jnp.int32(0), tree, top, jnp.float32(0))
 
-    def advance(
-        layout: Layout, state: PrioritisedState, items: PyTree, mask: Any = None
-    ) -> tuple[PrioritisedState, Array]:
+    def set_weights(state: State, positions: Array, weights: Array, where: Array) -> State:
+        tree, top = _tree_set(state.tree, levels, positions, weights, where)
+        return state._replace(tree=tree, top=top)
+
+    def advance(layout: Layout, state: State, rows: PyTree, mask: Any = None) -> Any:
         """The ring's, and the weights of windows that can now be drawn, or cannot any more."""
-        new, slots = _advance(layout, state, items, mask)
-        length = _length(items)
+        new, slots = _advance(layout, state, rows, mask)
+        length = len(jax.tree.leaves(rows)[0])
         count = length if mask is None else jnp.sum(mask, dtype=jnp.int32)
         # Row k counts from the first of these rows. The windows that one of them completes start
         # up to W - 1 rows before it.
@@ -1042,41 +828,23 @@ def prioritised_replay(
         positions = row[:, None] % layout.rows * layout.envs + jnp.arange(layout.envs)[None]
         each = partial(jnp.repeat, repeats=layout.envs)
         weights = each(jnp.where(is_start, new_weight, 0))
-        tree = _tree_set(state.tree, positions.reshape(-1), weights, each(changed))
-        return new._replace(tree=tree), _after(slots, tree[-1])
+        return set_weights(new, positions.reshape(-1), weights, each(changed)), slots
 
-    def choose(
-        layout: Layout, state: PrioritisedState, key: Array, batch_size: int
-    ) -> tuple[Array, Array]:
-        positions, probabilities = _tree_draw(state.tree, key, batch_size)
-        positions = positions.astype(jnp.uint32)
+    def choose(layout: Layout, state: State, key: Array, batch_size: int) -> tuple[Array, Array]:
+        positions, chances = _tree_draw(state.tree, state.top, levels, key, batch_size)
         newest = (state.cursor + layout.modulus - 1).astype(jnp.uint32)
-        age = (newest - positions // layout.envs) % layout.rows
-        row = (newest - age) % layout.modulus
-        index = row * layout.envs + positions % layout.envs
-        return index.astype(jnp.int32), probabilities
+        row = (newest - (newest - positions // layout.envs) % layout.rows) % layout.modulus
+        return (row * layout.envs + positions % layout.envs).astype(jnp.int32), chances
 
-    def drawable(layout: Layout, state: PrioritisedState, added: Any = None) -> Any:
-        """Whether a weight is above 0, or there will be a new window."""
-        has_weight = _host(state.tree[-1]).sum(axis=-1) > 0
-        if added is None:
-            return has_weight
-        newest = _at_most(_host(state.size), layout.window - 1)  # those that end among the new
-        is_new = _any_start(layout, state._replace(size=newest), added)
-        return is_new | (has_weight & _any_start(layout, state, added))
-
-    def set_priorities(
-        layout: Layout, state: PrioritisedState, indices: Array, priorities: Array
-    ) -> PrioritisedState:
+    def set_priorities(layout: Layout, state: State, indices: Array, priorities: Array) -> State:
         known = _is_held(layout, state.cursor, state.size, indices, layout.window)
         known &= indices // layout.envs % layout.period == 0
         known &= (priorities >= 0) & (priorities < jnp.inf)
         largest_known = jnp.max(jnp.where(known, priorities, 0), initial=0)
-        return state._replace(
-            tree=_tree_set(state.tree, indices % layout.capacity, weight(priorities), known),
-            max_priority=jnp.maximum(state.max_priority, largest_known),
-        )
+        state = set_weights(state, indices % layout.capacity, weight(priorities), known)
+        return state._replace(max_priority=jnp.maximum(state.max_priority, largest_known))
 
+    drawable = lambda layout, state: state.top[..., -4:].sum(axis=-1) > 0  # noqa: E731
     return _replay(Core(layout, empty, advance, choose, drawable, set_priorities), donate)
 
 
@@ -1085,12 +853,10 @@ def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
 
     Args:
       probabilities: [B], of a `Sample`. Where one is 0, nothing was drawn: that weight is 0.
-      size: items that could have been drawn, such as `replay.size(state)`. It cancels in the
-        division, but for rounding.
+      size: items that could have been drawn, such as `replay.size(state)`. The division cancels it.
       beta: how much of the bias is corrected, from 0 (nothing, all weights are 1) to 1.
 
-    Returns:
-      [B] float32, above 0 to 1.
+    Returns [B] float32, above 0 to 1.
     """
     probabilities, size = jnp.asarray(probabilities), jnp.asarray(size, jnp.float32)
     drawn = probabilities > 0
@@ -1104,105 +870,69 @@ def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
 
 def clustered_replay(
     num_clusters: int,
-    cluster_buffer: Replay | PrioritisedReplay,
+    cluster_buffer: Replay,
     clustering_fn: Callable[[PyTree], Any],
     distribution_power: float = 0.0,
     *,
     donate: bool = True,
     debug: bool = False,
-) -> Any:
+) -> Replay:
     """A replay buffer for each cluster; a draw is of a cluster, then of an item in it.
 
-    Rare kinds of items are kept and drawn as long as there are new ones of their kind, such as the
-    trajectories of a high return:
-
-        >>> import jax, jax.numpy as jnp, buffers
-        >>> def high_or_low(trajectory):
-        ...     return (trajectory["reward"].sum() > 10).astype(jnp.int32)
-        >>> replay = buffers.clustered_replay(2, buffers.uniform_replay(100), high_or_low)
-        >>> state = replay.init({"observation": jnp.zeros((50, 4)), "reward": jnp.zeros(50)})
-        >>> trajectories = {"observation": jnp.ones((8, 50, 4)), "reward": jnp.ones((8, 50))}
-        >>> state = replay.add_batch(state, trajectories)
-        >>> replay.sample(state, jax.random.key(0), 3).experience["reward"].shape
-        (3, 50)
+    Rare kinds of items, such as trajectories of a high return, stay until new ones replace them.
 
     Args:
       num_clusters: K.
       cluster_buffer: a `uniform_replay` or a `prioritised_replay`, with streams or without, of the
         size of one cluster; its donate and debug do not count. Each has a max_priority of its own.
       clustering_fn: gives the cluster, an integer from 0 to K - 1, of what `add` takes: an item, or
-        a step of N environments. Outside that: ValueError; inside jit the row is not stored.
-      distribution_power: a cluster is drawn with a probability in proportion to the number of items
-        that a draw may start at, to this power: 0 draws all clusters alike that have any, 1 draws
-        as one uniform buffer.
+        a step of N environments. One that is outside of that counts as the nearest.
+      distribution_power: a cluster is drawn in proportion to the number of items that a draw may
+        start at, to this power: 0 draws all clusters alike that have any, 1 as one uniform buffer.
       donate, debug: as in `uniform_replay`.
 
-    Returns:
-      The functions of `cluster_buffer`, a `Replay` or a `PrioritisedReplay`. The leaves of their
-      state are the inner one's with an axis K in front, and the storage [K * T, N, ...].
+    Returns the functions of `cluster_buffer`. The leaves of their state are the inner one's with an
+    axis K in front, and the storage [K * T, N, ...].
 
-    Raises:
-      TypeError, ValueError: `num_clusters` is not an int of at least 1, `cluster_buffer` is not one
-        of those, or all clusters together hold more than 2**29 items.
+    Raises TypeError or ValueError if `num_clusters` is not an int of at least 1, `cluster_buffer`
+    is not one of those, or all clusters together hold more than 2**29 items.
     """
     clusters = _positive("num_clusters", num_clusters)
     inner = getattr(cluster_buffer, "core", None)
-    if inner is None or inner.arriving:
-        raise TypeError(
-            "cluster_buffer must be what uniform_replay or prioritised_replay returns, got "
-            f"{type(cluster_buffer).__name__}"
-        )
+    if inner is None or inner.empty().size.ndim:
+        given = type(cluster_buffer).__name__
+        raise TypeError(f"cluster_buffer must be a uniform or a prioritised replay, got {given}")
     layout = inner.layout._replace(clusters=clusters, debug=debug)
     if layout.capacity * clusters > 2**29:
-        raise ValueError(
-            f"{clusters} clusters of {layout.capacity} items are more than 2**29, the most that "
-            "int32 can index"
-        )
+        raise ValueError(f"{clusters} times {layout.capacity} items are more than 2**29")
 
-    @jax.jit
     def clusters_of(items: PyTree) -> Array:
-        """[L] int32."""
+        """[L]"""
         cluster = jnp.asarray(jax.vmap(clustering_fn)(items))
         if cluster.ndim != 1 or not jnp.issubdtype(cluster.dtype, jnp.integer):
-            given = f"{cluster.dtype} of shape {cluster.shape[1:]}"
-            raise TypeError(f"clustering_fn must return one integer, got {given}")
-        return cluster.astype(jnp.int32)
+            raise TypeError(f"clustering_fn must return one integer, got {jax.typeof(cluster)}")
+        return jnp.clip(cluster, 0, clusters - 1)
 
-    def arriving(name: str, items: PyTree, mask: Any = None) -> Any:
-        if not _is_checked(layout, mask, *jax.tree.leaves(items)):
-            return None
-        cluster = _host(clusters_of(items))
-        ok = (cluster >= 0) & (cluster < clusters)
-        ok = ok if mask is None else ok | ~_host(mask)
-        _check(ok.all(), f"{name}: clustering_fn gave a cluster outside 0 to {clusters - 1}")
-        return (cluster[:, None] == np.arange(clusters)[None]).sum(0, dtype=np.int32)
+    def empty() -> State:
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (clusters, *x.shape)), inner.empty())
 
-    def empty(layout: Layout) -> State:
-        return jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (clusters, *x.shape)), inner.empty(layout)
-        )
-
-    def advance(
-        layout: Layout, state: State, items: PyTree, mask: Any = None
-    ) -> tuple[State, Array]:
+    def advance(layout: Layout, state: State, rows: PyTree, mask: Any = None) -> Any:
+        items = rows if layout.streams else jax.tree.map(lambda x: x[:, 0], rows)
         member = clusters_of(items)[None] == jnp.arange(clusters)[:, None]  # [K, L]
         member = member if mask is None else member & mask[None]
-        new, slots = jax.vmap(lambda s, m: inner.advance(layout, s, items, m))(state, member)
+        new, slots = jax.vmap(lambda s, m: inner.advance(layout, s, rows, m))(state, member)
         first = layout.rows * jnp.arange(clusters)[:, None]
         return new, jnp.min(jnp.where(slots < layout.rows, first + slots, slots), axis=0)
 
     def choose(layout: Layout, state: State, key: Array, batch_size: int) -> tuple[Array, Array]:
         cluster_key, key = jax.random.split(key)
-        uniform = _random(cluster_key, 1, batch_size)[0]
-        state = state._replace(size=_after(state.size, uniform))
         starts, _ = _starts(layout, state.cursor, state.size)
         weights = starts.astype(jnp.float32) ** distribution_power
         weights = jnp.where(inner.drawable(layout, state), weights, 0)
-        sums = _sums(weights[None])
-        cluster, _ = _choose(sums, uniform * sums[-1])
+        cluster = jax.random.choice(cluster_key, clusters, (batch_size,), p=weights)
         # From every cluster a batch, of which each draw takes one: cheap beside the gather.
         indices, probabilities = jax.vmap(lambda s: inner.choose(layout, s, key, batch_size))(state)
-        share = weights / jnp.maximum(sums[-1], TINY)
+        share = weights / jnp.maximum(weights.sum(), TINY)
         b = jnp.arange(batch_size)
         return indices[cluster, b] * clusters + cluster, share[cluster] * probabilities[cluster, b]
 
@@ -1212,7 +942,7 @@ def clustered_replay(
         return jax.vmap(lambda s, i: inner.set_priorities(layout, s, i, priorities))(state, mine)
 
     weigh = set_priorities if inner.set_priorities else None
-    return _replay(Core(layout, empty, advance, choose, inner.drawable, weigh, arriving), donate)
+    return _replay(Core(layout, empty, advance, choose, inner.drawable, weigh), donate)
 
 
 # ------------------------------------------------------------------------------------------ n-step
@@ -1226,16 +956,15 @@ def n_step_transition(window: Any, gamma: float, mask: Any = None) -> tuple[Any,
 
     Args:
       window: a NamedTuple, leaves [B, W, ...], of observation, action, reward, next_observation,
-        terminated and truncated. Where next_observation is None it is the observation of the step
-        after, which in NEXT_STEP autoreset mode is right at the end of an episode, too: every
-        observation is stored once, and n is W - 1. Otherwise n is W.
+        terminated and truncated. Where next_observation is None, n is W - 1, and it is taken to be
+        the observation of the step after, which in NEXT_STEP autoreset mode is right at the end of
+        an episode, too. Otherwise n is W.
       gamma: discount factor of one step.
       mask: [B, W] bool, False for a step that only resets; None: there are none.
 
-    Returns:
-      The transitions, a NamedTuple like `window` of leaves [B, ...]: first observation and action,
-      that reward, and what step m - 1 led to. The factor [B] of the bootstrapped value, gamma**m,
-      and 0 if terminated. Whether a window starts at a step that counts [B] bool.
+    Returns the transitions, a NamedTuple like `window` of leaves [B, ...]: first observation and
+    action, that reward, and what step m - 1 led to; the factor [B] of the bootstrapped value,
+    gamma**m, and 0 if terminated; whether a window starts at a step that counts [B] bool.
     """
     once = window.next_observation is None
     n = window.reward.shape[1] - once

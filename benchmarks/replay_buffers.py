@@ -108,7 +108,8 @@ def jitted(replay: Any) -> Any:
     """Its functions within jit, where mistakes in values are not looked for."""
     static = {"sample": 2, "pop": 1, "update": 1, "add_and_sample": 3}
     readers = {"sample", "get"}
-    names = {"add", "add_batch", "set_priorities", *static, *readers} & set(replay._fields)
+    names = {"add", "add_batch", "set_priorities", *static, *readers}
+    names = {name for name in names if getattr(replay, name, None)}
     return replay._replace(
         **{
             name: jax.jit(

@@ -536,19 +536,13 @@ def test_the_module_stands_alone():
             assert node.level == 0
             modules.add(node.module.split(".")[0])
     assert modules <= {"jax", "numpy"} | set(sys.stdlib_module_names)
-    assert len(source.splitlines()) < 1272
+    assert len(source.splitlines()) <= 1_000
 
 
-def test_every_public_name_is_listed():
-    tree = ast.parse(Path(buffers.__file__).read_text())
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    public = {n.name for n in tree.body if isinstance(n, kinds) and not n.name.startswith("_")}
-    assert set(buffers.__all__) == public - {"Layout", "Core"}
+def test_every_function_of_a_buffer_is_described():
     for name in ("CircularBuffer", "Replay"):
         for field in set(getattr(buffers, name)._fields) - {"core"}:
             assert re.search(rf"\b{field}\(", getattr(buffers, name).__doc__), (name, field)
-    assert buffers.PrioritisedReplay._fields[:-1] == buffers.Replay._fields
-    assert "set_priorities(state" in buffers.PrioritisedReplay.__doc__
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 1000, 65535, 65536, 65537, 10**6, 2**29 - 1, 2**29])
@@ -559,21 +553,6 @@ def test_random_numbers_below_a_bound_are_exact(bound):
     numbers = zip(*np.asarray(bits).tolist(), strict=True)
     wanted = [((high << 32) + low) * bound >> 64 for high, low in numbers]
     assert got.tolist() == wanted
-
-
-@pytest.mark.parametrize("partitionable", [True, False])
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", None])
-def test_random_numbers_are_those_of_jax(impl, partitionable):
-    """To the last bit, whatever the kind of key; so runs repeat between versions of buffers.py."""
-    key = jax.random.PRNGKey(3) if impl is None else jax.random.key(3, impl=impl)
-    with jax.threefry_partitionable(partitionable):
-        for shape in ((1, 1), (1, 7), (2, 130), (3, 0)):
-            expected = list(jax.random.bits(key, shape)), list(jax.random.uniform(key, shape))
-            got = jax.jit(lambda key: (buffers._bits(key, *shape), buffers._random(key, *shape)))  # noqa: B023
-            assert_trees_equal(got(key), expected)
-        keys = jax.random.split(key, 4)
-        got = jax.vmap(lambda key: buffers._bits(key, 1, 5)[0])(keys)
-        assert_trees_equal(got, jax.vmap(lambda key: jax.random.bits(key, (1, 5))[0])(keys))
 
 
 # ---------------------------------------------------------------------------------------- rollouts

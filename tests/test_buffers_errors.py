@@ -39,8 +39,12 @@ def without(items, name):
         (ValueError, "max_size must be at least 1, got -3", lambda: buffers.uniform_replay(-3)),
         (TypeError, "max_size must be a Python int, got 2.5", lambda: buffers.circular_buffer(2.5)),
         (TypeError, "max_size must be a Python int, got '8'", lambda: buffers.uniform_replay("8")),
-        (ValueError, "more than 2**29 items", lambda: buffers.circular_buffer(2**29 + 1)),
-        (ValueError, "more than 2**29 items", lambda: buffers.uniform_replay(2**30, num_envs=2)),
+        (ValueError, "max_size must be at most 2**29", lambda: buffers.circular_buffer(2**29 + 1)),
+        (
+            ValueError,
+            "max_size must be at most 2**29",
+            lambda: buffers.uniform_replay(2**30, num_envs=2),
+        ),
         (
             ValueError,
             "num_envs must be at least 1, got 0",
@@ -63,23 +67,23 @@ def without(items, name):
         ),
         (
             ValueError,
-            "max_size 100 is not a multiple of num_envs * period = 8 * 1: use 96 or 104",
+            "multiple of num_envs * period = 8 * 1, and hold 1 steps of each environment, got 100: "
+            "use 96 or 104",
             lambda: buffers.uniform_replay(100, num_envs=8),
         ),
         (
             ValueError,
-            "max_size 100 is not a multiple of num_envs * period = 8 * 3: use 96 or 120",
+            "8 * 3, and hold 3 steps of each environment, got 100: use 96 or 120",
             lambda: buffers.uniform_replay(100, num_envs=8, sequence_length=3, period=3),
         ),
         (
             ValueError,
-            "max_size 5 is not a multiple of num_envs * period = 8 * 1: use 8",
+            "num_envs * period = 8 * 1, and hold 1 steps of each environment, got 5: use 8",
             lambda: buffers.uniform_replay(5, num_envs=8),
         ),
         (
             ValueError,
-            "sequence_length 5 is longer than the 4 steps that max_size 8 keeps of each of 2 "
-            "environments: max_size must be at least 10",
+            "num_envs * period = 2 * 1, and hold 5 steps of each environment, got 8: use 10",
             lambda: buffers.uniform_replay(8, num_envs=2, sequence_length=5),
         ),
     ],
@@ -317,6 +321,72 @@ def test_arguments_of_an_update_for_another_number_of_items():
     assert ITEMS.size(state) == 3
 
 
+# ------------------------------------------------------------------------------------------ states
+
+
+STACKED = {
+    "circular": (CIRCULAR, ()),
+    "items": (ITEMS, ()),
+    "streams": (STREAMS, (3,)),
+    "prioritised": (PRIORITISED, ()),
+    "clustered": (buffers.clustered_replay(2, ITEMS, lambda item: item["id"] % 2), ()),
+}
+
+
+@pytest.mark.parametrize("stack", ["vmap", "pmap"])
+@pytest.mark.parametrize("kind", STACKED)
+def test_states_that_are_stacked(kind, stack):
+    """`size` and `can_sample` give an answer for each, the other functions say what to do."""
+    buffer, lead = STACKED[kind]
+    transform = {"vmap": jax.vmap, "pmap": jax.pmap}[stack]
+    ids, mask = np.ones((2, 4, *lead)), np.array([[False] * 4, [True] * 3 + [False]])
+    states = transform(lambda _: buffer.init(encode(0)))(np.arange(2))
+    states = transform(buffer.add_batch)(states, encode(ids), mask)
+    items = int(np.prod(lead, initial=1))
+    assert buffer.size(states).tolist() == [0, 3 * items]
+    one, many = encode(ids[0, 0]), encode(ids[0])
+    calls = [
+        lambda: buffer.add(states, one),
+        lambda: buffer.add_batch(states, many),
+        lambda: buffer.get(states, np.arange(3)),
+        lambda: buffer.update(states, shift),
+        lambda: buffer.update(states, shift, np.arange(3)),
+    ]
+    if kind == "circular":
+        assert buffer.can_pop(states, 3).tolist() == [False, True]
+        calls += [lambda: buffer.pop(transform(buffer.add_batch)(states, encode(ids), ~mask), 1)]
+    else:
+        assert buffer.can_sample(states).tolist() == [False, True]
+        assert buffer.can_sample(states, 3 * items + 1).tolist() == [False, False]
+        calls += [
+            lambda: buffer.sample(states, KEY, 2),
+            lambda: buffer.add_and_sample(states, many, KEY, 2),
+        ]
+    if kind == "prioritised":
+        calls += [lambda: buffer.set_priorities(states, np.arange(3), np.ones(3))]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"several states, stacked: .* under jax\.vmap"):
+            call()
+
+
+def test_the_least_size_to_sample_from():
+    assert [bool(ITEMS.can_sample(filled(ITEMS), n)) for n in (0, 1, 3, 4)] == [True] * 3 + [False]
+    assert not ITEMS.can_sample(ITEMS.init(encode(0)), min_size=0)
+    assert STREAMS.can_sample(filled(STREAMS, 3), 9)
+    assert not STREAMS.can_sample(filled(STREAMS, 3), 10)
+    assert not SEQUENCES.can_sample(filled(SEQUENCES), 1)  # it takes 4 steps
+
+
+def test_a_state_of_another_buffer():
+    for call in (
+        lambda: ITEMS.add(filled(CIRCULAR), encode(1)),
+        lambda: ITEMS.sample(filled(CIRCULAR), KEY, 2),
+        lambda: STREAMS.get(filled(ITEMS), [0]),
+    ):
+        with pytest.raises(ValueError, match=r"another buffer's init: it holds \[rows, env.* not"):
+            call()
+
+
 # ------------------------------------------------------------------------------ mistakes in values
 
 
@@ -428,7 +498,7 @@ DYNAMIC_MISTAKES = {
         "prioritised",
         all_0,
         lambda b, s: b.sample(s, KEY, 2),
-        "sample: nothing to draw, 3 steps held.*of a priority above 0",
+        "sample: nothing to draw, 3 items held.*of a priority above 0",
     ),
     "sample empty prioritised": (
         "prioritised",
@@ -602,8 +672,8 @@ def test_an_impossible_exponent(exponent):
 @pytest.mark.parametrize(
     ("error", "message", "indices", "priorities"),
     [
-        (ValueError, r"same shape \[B\], got \(2,\) and \(3,\)", [0, 1], [1, 2, 3]),
-        (ValueError, r"same shape \[B\], got \(2,\) and \(\)", [0, 1], 1.0),
+        (ValueError, r"both be \[B\], got \(2,\) and \(3,\)", [0, 1], [1, 2, 3]),
+        (ValueError, r"both be \[B\], got \(2,\) and \(\)", [0, 1], 1.0),
         (ValueError, r"got \(1, 2\) and \(1, 2\)", [[0, 1]], [[1, 2]]),
         (TypeError, "indices must be integers, got float64", [0.0, 1.0], [1, 2]),
     ],
@@ -619,7 +689,8 @@ def test_jit_ignores_bad_priorities_and_sets_the_others():
     priorities = np.float32([np.nan, 0, -1])
     set_priorities = jax.jit(PRIORITISED.set_priorities)
     state = set_priorities(filled(PRIORITISED), np.arange(3), priorities)
-    assert state.tree[0].tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert state.tree.tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert state.top.tolist() == [2, 0, 0, 0]
     assert PRIORITISED.can_sample(state)
 
 

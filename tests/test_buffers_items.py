@@ -171,3 +171,92 @@ def test_update_function_may_return_literals():
     state = circular.update(state, lambda item: {"a": 7, "b": item["b"]}, np.array([1]))
     assert circular.get(state, np.arange(2))["a"].tolist() == [1, 7]
     assert circular.get(state, np.arange(2))["b"].tolist() == [1.0, 2.0]
+
+
+# ------------------------------------------------------------------------------- keys, x64, meshes
+
+
+@pytest.mark.parametrize("size", [100, 65_536])
+@pytest.mark.parametrize("kind", ["uniform", "prioritised", "circular"])
+def test_typed_keys_are_stored_as_well(kind, size):
+    """Also where the storage is so large that numbers are gathered in another way."""
+    make = {
+        "uniform": buffers.uniform_replay,
+        "prioritised": buffers.prioritised_replay,
+        "circular": buffers.circular_buffer,
+    }
+    buffer, keys = make[kind](size), jax.random.split(jax.random.key(1), 6)
+    items = {"key": keys, **{name: jnp.arange(6.0) for name in "abcde"}}
+    one = jax.tree.map(lambda x: x[0], items)
+    state = buffer.add_batch(buffer.add(buffer.init(one), one), items)
+    if kind == "circular":
+        got, number = buffer.get(state, [1, 4]), np.array([0, 3])
+        popped = buffer.pop(buffer.update(state, lambda item: item), 2)[1]["key"]
+        np.testing.assert_array_equal(
+            jax.random.key_data(popped), jax.random.key_data(keys[np.zeros(2, int)])
+        )
+    else:
+        sample = buffer.sample(state, keys[0], 16)
+        got, number = sample.experience, np.int32(sample.experience["a"])
+        assert_trees_equal(got["a"], buffer.get(state, sample.indices)["a"])
+        buffer.update(state, lambda item: item, sample.indices)
+    np.testing.assert_array_equal(
+        jax.random.key_data(got["key"]), jax.random.key_data(keys[number])
+    )
+
+
+def test_size_is_int32_with_64_bits_as_well():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        for buffer in (
+            buffers.circular_buffer(5),
+            buffers.uniform_replay(6, num_envs=2),
+            buffers.prioritised_replay(6),
+            buffers.clustered_replay(2, buffers.uniform_replay(6), lambda item: 0),
+        ):
+            size = buffer.size(buffer.init(np.float32(0)))
+            assert (size.dtype, size.shape) == (np.int32, ())
+
+
+def explicit_mesh():
+    return jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "streams", "prioritised", "clustered"])
+def test_a_state_on_a_mesh_of_explicit_axes(kind):
+    inner = buffers.uniform_replay(6)
+    buffer, lead = {
+        "uniform": (inner, ()),
+        "streams": (buffers.uniform_replay(12, num_envs=2, sequence_length=2), (2,)),
+        "prioritised": (buffers.prioritised_replay(6), ()),
+        "clustered": (buffers.clustered_replay(2, inner, lambda item: item["id"] % 2), ()),
+    }[kind]
+    everywhere = jax.NamedSharding(explicit_mesh(), jax.sharding.PartitionSpec())
+
+    def run(place):
+        state = place(buffer.init(encode(0)))
+        for i in range(3):
+            state = buffer.add(state, encode(np.full(lead, i)))
+        state = buffer.add_batch(state, encode(np.broadcast_to(np.arange(3), (*lead, 3)).T))
+        sample = buffer.sample(state, place(jax.random.key(0)), 4)
+        if buffer.set_priorities:
+            state = buffer.set_priorities(state, sample.indices, np.arange(4.0))
+        state = buffer.update(state, lambda x: {**x, "id": x["id"] + 1}, sample.indices)
+        return state, sample, buffer.get(state, sample.indices), buffer.size(state)
+
+    assert_trees_equal(
+        jax.device_get(run(lambda x: jax.device_put(x, everywhere))),
+        jax.device_get(run(lambda x: x)),
+    )
+
+
+def test_storage_that_is_sharded_over_explicit_axes():
+    buffer = buffers.uniform_replay(12, num_envs=2)
+    over_envs = jax.NamedSharding(explicit_mesh(), jax.sharding.PartitionSpec(None, "x"))
+    state = buffer.add(buffer.init(encode(0)), encode([0, 1]))
+    state = state._replace(storage=jax.device_put(state.storage, over_envs))
+    for call in (
+        lambda: buffer.sample(state, jax.random.key(0), 2),
+        lambda: buffer.get(state, [0]),
+    ):
+        with pytest.raises(ValueError, match=r"sharded over Explicit axes: .*AxisType.Auto"):
+            call()

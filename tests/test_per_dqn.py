@@ -108,7 +108,7 @@ def test_train_step_against_a_plain_loop():
             largest, resets = max(largest, priorities.max()), resets + (~valid).sum()
             replay = alg.replay.set_priorities(replay, drawn.indices, priorities.astype(np.float32))
         np.testing.assert_allclose(state.params, params, rtol=1e-4)
-        tree = np.asarray(state.replay.tree[0])[:30]
+        tree = np.asarray(state.replay.tree)[:30]
         wanted = np.zeros(30)
         wanted[[index % 30 for index in shares]] = list(shares.values())
         np.testing.assert_allclose(tree, wanted, rtol=1e-4)
@@ -136,7 +136,7 @@ def test_a_batch_of_steps_that_only_reset_changes_nothing():
     new, metrics = jax.jit(alg.train_step)(state, rollout, now, jax.random.PRNGKey(0))
     np.testing.assert_array_equal(new.params, [1, 2])
     assert metrics["losses/td_loss"] == metrics["losses/q_values"] == 0
-    np.testing.assert_array_equal(new.replay.tree[0], 0)
+    np.testing.assert_array_equal(new.replay.tree, 0)
     assert new.replay.max_priority == 0
     assert int(new.updates) == 1
 

@@ -43,7 +43,7 @@ def count_draws(replay, state, draws, batch_size, at_once=1, seed=0):
 
     steps = draws // (batch_size * at_once)
     keys = jax.random.split(jax.random.key(seed), (steps, at_once))
-    return np.bincount(np.asarray(run(state, keys)).ravel(), minlength=state.tree[0].size)
+    return np.bincount(np.asarray(run(state, keys)).ravel(), minlength=state.storage.size)
 
 
 def bins(expected):
@@ -69,17 +69,30 @@ def spread(size, seed=0):
     return priorities
 
 
-def assert_inner_nodes_are_sums(tree, rtol):
-    leaves = np.asarray(tree[0], np.float64)
-    for level in tree[1:]:
-        leaves = leaves.reshape(-1, buffers.FANOUT).sum(axis=-1)
-        leaves = np.pad(leaves, (0, level.size - len(leaves)))
-        np.testing.assert_allclose(level, leaves, rtol=rtol, atol=0)
+def assert_inner_nodes_are_sums(state, rtol):
+    capacity = state.storage.size if hasattr(state.storage, "size") else state.storage["id"].size
+    nodes = np.float64(weights_of(state, capacity))
+    above = {"tree": 0, "top": 0}
+    level, name = 0, "tree"
+    while level < 2 or len(nodes) > 1:
+        if level and len(nodes) <= buffers.TOP:
+            name = "top"
+        nodes = np.pad(nodes, (0, -len(nodes) % 4))
+        stored = getattr(state, name)[above[name] : above[name] + len(nodes)]
+        np.testing.assert_allclose(stored, nodes, rtol=rtol, atol=0)
+        above[name] += len(nodes)
+        nodes = nodes.reshape(-1, 4).sum(axis=-1)
+        level += 1
+    assert above == {"tree": state.tree.size, "top": state.top.size}
+
+
+def weights_of(state, capacity):
+    """The weights of all positions; of a buffer with exponent 1 the priorities."""
+    return np.asarray(state.tree)[:capacity]
 
 
 def priorities_of(state, capacity):
-    """The leaves, of a buffer with exponent 1."""
-    return np.asarray(state.tree[0])[:capacity].tolist()
+    return weights_of(state, capacity).tolist()
 
 
 # ------------------------------------------------------------------------------------ distribution
@@ -180,11 +193,10 @@ def test_a_hundred_thousand_updates_leave_no_error_behind(updates, batch):
         return jax.lax.scan(lambda s, x: (replay.set_priorities(s, *x), None), state, xs)[0]
 
     state = run(state, (positions, priorities))
-    wanted = np.ones(state.tree[0].size, np.float32)
-    wanted[size:] = 0
+    wanted = np.ones(size, np.float32)
     wanted[positions.ravel()] = priorities.ravel()  # the last value stays
-    np.testing.assert_array_equal(state.tree[0], wanted)
-    assert_inner_nodes_are_sums(state.tree, 1e-5)
+    np.testing.assert_array_equal(weights_of(state, size), wanted)
+    assert_inner_nodes_are_sums(state, 1e-5)
     assert state.max_priority == priorities.max()
 
 
@@ -196,7 +208,7 @@ def test_an_item_given_twice_gets_one_of_its_priorities():
         assert leaves[7] in (2, 3, 4)
         assert leaves[3] == 5
         assert sum(leaves) == size - 2 + 5 + leaves[7]
-        assert_inner_nodes_are_sums(state.tree, 0)
+        assert_inner_nodes_are_sums(state, 0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0])
@@ -207,14 +219,13 @@ def test_bad_priorities_are_ignored_inside_jit(bad):
     wanted = np.ones(1_000)
     wanted[[7, 8]] = 2, 0
     np.testing.assert_array_equal(priorities_of(state, 1_000), wanted)
-    assert_inner_nodes_are_sums(state.tree, 0)
+    assert_inner_nodes_are_sums(state, 0)
     assert state.max_priority == 2
 
 
 def test_the_tree_takes_few_bytes():
     state = jax.eval_shape(buffers.prioritised_replay(10**6).init, 0)
-    size = sum(level.size * level.dtype.itemsize for level in state.tree)
-    assert 4 * 10**6 <= size <= 4.7 * 10**6
+    assert 10**6 <= state.tree.size + state.top.size <= 5.4 * 10**6 / 4
 
 
 # --------------------------------------------------------------------------------- stale, new, max
@@ -328,11 +339,11 @@ def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
             indices = np.array([i for i, _ in pairs]) % (shape.modulus * envs)
             state = replay.set_priorities(state, indices, [priority for _, priority in pairs])
 
-        wanted = np.zeros(state.tree[0].size)
+        wanted = np.zeros(shape.max_size)
         for i, priority in model.items():
             wanted[i % shape.max_size] = priority**0.6
-        np.testing.assert_allclose(state.tree[0], wanted, rtol=1e-6, atol=0)
-        assert_inner_nodes_are_sums(state.tree, 1e-6)
+        np.testing.assert_allclose(weights_of(state, len(wanted)), wanted, rtol=1e-6, atol=0)
+        assert_inner_nodes_are_sums(state, 1e-6)
         assert replay.can_sample(state) == (wanted.sum() > 0)
         if wanted.sum() > 0:
             sample = replay.sample(state, jax.random.key(total), 64)
@@ -353,13 +364,13 @@ def test_exponents(exponent):
     priorities = np.float32([0, 1, 2, 3, 0.5, 0])
     replay, state = filled(priorities, exponent)
     weights = np.float64(priorities) ** exponent
-    np.testing.assert_allclose(state.tree[0][:6], weights, rtol=1e-6)
+    np.testing.assert_allclose(weights_of(state, 6), weights, rtol=1e-6)
     counts = count_draws(replay, state, 2**14, 1, 2**10)[:6]
     is_drawn = weights > 0
     assert (counts[~is_drawn] == 0).all()
     expected = exact(priorities, exponent) * 2**14
     assert stats.chisquare(counts[is_drawn], expected[is_drawn]).pvalue > 1e-3
-    assert replay.add(state, 6).tree[0][0] == np.float32(3.0) ** np.float32(exponent)
+    assert replay.add(state, 6).tree[0] == np.float32(3.0) ** np.float32(exponent)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from events import ROOT, read_events
 
 import buffers
@@ -41,8 +42,9 @@ def test_every_line_of_coming_from_runs():
         key=jax.random.key(0),
         item=item,
         items=several(20),
-        step=several(4) | {"reward": jnp.arange(-4.0, 0.0)},
+        step=several(4) | {"reward": 20 * jnp.arange(4.0) - 1},
         steps=several(20, 4),
+        sequences=several(4, 20),
         item_update_fn=lambda x: jax.tree.map(lambda leaf: leaf + 1, x),
         clustering_fn=lambda x: jnp.int32(x["reward"] > 5),
     )
@@ -50,10 +52,10 @@ def test_every_line_of_coming_from_runs():
         exec(line, names)
     # What some of them must have given.
     assert names["window"]["reward"].shape == (32, 2)
-    np.testing.assert_array_equal(names["second"]["reward"], names["first"]["reward"] + 4)
+    np.testing.assert_array_equal(names["second"]["reward"], names["first"]["reward"] + 1)
     assert names["can_add"]
     assert names["can_pop"]
-    np.testing.assert_array_equal(names["batch"]["reward"], np.arange(8))
+    np.testing.assert_array_equal(names["batch"]["reward"], np.arange(32).reshape(8, 4))
     np.testing.assert_allclose(names["weights"], 1, rtol=1e-6)
     assert names["data"]["observation"].shape == (128, 3)
 
@@ -74,6 +76,35 @@ def test_flat_buffer_quickstart_on_two_devices():
     np.testing.assert_array_equal(second, first + 1)
     assert first.min() >= 40 - 32
     assert (first[0] != first[1]).any()
+
+
+def test_flat_buffer_quickstart_line_by_line():
+    """The one of Flashbax's README: beside it where that is installed."""
+    steps = [
+        {"obs": jnp.array([1, 2]), "reward": jnp.array(3.0)},
+        {"obs": jnp.array([4, 5]), "reward": jnp.array(6.0)},
+        {"obs": jnp.array([7, 8]), "reward": jnp.array(9.0)},
+    ]
+    replay = buffers.uniform_replay(32, sequence_length=2)
+    state = replay.init({"obs": jnp.array([0, 0]), "reward": jnp.array(0.0)})
+    answers, drawn = [], []
+    for step in steps:
+        state = replay.add(state, step)
+        answers.append(bool(replay.can_sample(state, min_size=2 + 1)))  # two pairs, three steps
+    for seed in range(20):
+        pair = replay.sample(state, jax.random.PRNGKey(seed), 1).experience
+        drawn.append(pair["reward"][0].tolist())
+    assert answers == [False, False, True]
+    assert set(map(tuple, drawn)) == {(3.0, 6.0), (6.0, 9.0)}
+    flashbax = pytest.importorskip("flashbax")
+    buffer = flashbax.make_flat_buffer(max_length=32, min_length=2, sample_batch_size=1)
+    theirs = buffer.init({"obs": jnp.array([0, 0]), "reward": jnp.array(0.0)})
+    for step, answer in zip(steps, answers, strict=True):
+        theirs = buffer.add(theirs, step)
+        assert bool(buffer.can_sample(theirs)) == answer
+    pairs = [buffer.sample(theirs, jax.random.PRNGKey(i)).experience for i in range(20)]
+    found = {(float(p.first["reward"][0]), float(p.second["reward"][0])) for p in pairs}
+    assert found == set(map(tuple, drawn))
 
 
 def test_the_functional_environment_of_the_readme_trains(tmp_path, monkeypatch):
