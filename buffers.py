@@ -558,9 +558,8 @@ def _replay(core: Core, donate: bool) -> Replay:
         return _is_stored(core, state, indices, window).all()
 
     def check_drawable(name: str, state: State, items: PyTree = None) -> None:
-        known, at, enough = state.size, 0, layout.window + layout.period - 1
-        if core.set_priorities:
-            known, at, enough = state.top, -4, TINY  # the last level's first node
+        known, at = (state.top, -4) if core.set_priorities else (state.size, 0)
+        enough = TINY if core.set_priorities else layout.window + layout.period - 1
         if isinstance(known, jax.core.Tracer):
             if not layout.debug:
                 return

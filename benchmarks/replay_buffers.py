@@ -47,6 +47,7 @@ WINDOWS = 32  # drawn at once, of LENGTH steps each, of ENVS environments
 LENGTH = 8
 ENVS = 8
 CLUSTERS = 8
+AGENTS = 4  # of which `vmap` stacks the buffers, as the compiled scripts do
 REPETITION_SECONDS = 0.3  # of slow operations fewer calls are made in a repetition
 # NumPy, since `main` sets how JAX dispatches, which counts only before its first array.
 KEY = np.zeros(2, np.uint32)
@@ -69,6 +70,24 @@ class Library(NamedTuple):
     # By name of the operation: call(state, key, indices, priorities) -> (state, what was drawn)
     calls: dict[str, Callable[..., tuple[Any, Any]]]
     first: Callable[[Any], int] = lambda state: 0  # the least index of an item that is held
+
+
+def stack(library: Library | None) -> Library | None:
+    """The loop of AGENTS agents, each with a prioritised buffer of its own, under `vmap`."""
+    if library is None:
+        return None
+    add, draw = library.calls["add 128"], library.calls["sample, set 256"]
+
+    def of_one(state: Any, key: Any, indices: Any, priorities: Any) -> tuple[Any, Any]:
+        return draw(add(state, key, indices, priorities)[0], key, indices, priorities)
+
+    of_all = jax.jit(jax.vmap(of_one, in_axes=(0, 0, None, None)), donate_argnums=0)
+
+    def call(state: Any, key: Any, indices: Any, priorities: Any) -> tuple[Any, Any]:
+        return of_all(state, jax.random.split(key, AGENTS), indices, priorities)
+
+    states = jax.tree.map(lambda x: jnp.stack([x] * AGENTS), library.state)
+    return Library(states, {"add 128, sample, set 256": call})
 
 
 def several(item: Any, count: int) -> Any:
@@ -131,6 +150,8 @@ def ours(
     buffer: str, item: Any, capacity: int, wrap: Callable = lambda replay: replay
 ) -> Library | None:
     """The operations of buffers.py."""
+    if buffer == "stack of prioritised":
+        return stack(ours("prioritised", item, capacity, wrap))
     rows, mask = several(item, 128), jnp.arange(128) % 10 > 0
     block = several(item, capacity // 10)
     if buffer == "circular":
@@ -204,6 +225,8 @@ def flashbax(buffer: str, item: Any, capacity: int) -> Library | None:
     """Flashbax's buffers, jitted and with the state donated, as its README does."""
     import flashbax as fbx
 
+    if buffer == "stack of prioritised":
+        return stack(flashbax("prioritised", item, capacity))
     rows, one = several(item, 128), several(item, 1)
 
     def compiled(functions: Any) -> tuple[Callable, Callable]:
@@ -571,6 +594,7 @@ BUFFERS = (
     "prioritised",
     "uniform windows",
     "prioritised windows",
+    "stack of prioritised",
     "clustered",
 )
 LIBRARIES: dict[str, Callable[[str, Any, int], Library | None]] = {
