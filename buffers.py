@@ -745,7 +745,8 @@ def _tree_draw(tree: Array, top: Array, levels: Levels, key: Array, count: int) 
     node = jnp.zeros(count, jnp.uint32)
     fraction = (jnp.arange(count, dtype=jnp.float32) + uniform[0]) / count  # of the node's weight
     for i, (is_top, start, _) in enumerate(reversed(levels)):
-        group = _take((top if is_top else tree).reshape(-1, 4), start + node)
+        nodes = top if is_top else tree
+        group = _take(nodes.reshape(-1, 4), start + node) if i else jnp.tile(top[-4:], (count, 1))
         if i and i % LEVELS_PER_DRAW == 0:
             fraction = uniform[i // LEVELS_PER_DRAW]
         # To the left or the right pair, then to one of it. Never to the right if nothing has a
