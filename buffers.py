@@ -469,6 +469,9 @@ def _draw(core: Core, state: State, key: Array, batch_size: int) -> Sample:
 
 def _write_and_draw(core: Core, state: State, items: PyTree, key: Array, batch_size: int) -> Any:
     state = _write(core, state, items)
+    # The key waits for all that is written: else XLA wakes a thread to draw bits meanwhile.
+    ends = jnp.stack([(x := leaf.ravel())[0] != x[-1] for leaf in jax.tree.leaves(state)])
+    key = jnp.stack([key, key])[(ends.any() & (state.size.ravel()[0] < 0)).astype(jnp.int32)]
     return state, _draw(core, state, key, batch_size)
 
 
@@ -718,11 +721,11 @@ def _sum(groups: Array) -> Array:
     return groups[:, 0] + groups[:, 1] + (groups[:, 2] + groups[:, 3])
 
 
-def _tree_set(tree: Array, levels: Levels, positions: Array, weights: Array, where: Array) -> Any:
-    """`tree` and `top` with `weights` [B] at `positions` [B], where `where` [B] is True."""
+def _tree_set(state: State, levels: Levels, positions: Array, weights: Array, where: Array) -> Any:
+    """The state with `weights` [B] at `positions` [B], in the rows where `where` [B] is True."""
     if len(positions) == 1:  # XLA makes slices of it, reads and writes them at once and copies all
         positions, weights, where = (jnp.repeat(x, 2) for x in (positions, weights, where))
-    tree = tree.at[jnp.where(where, positions, tree.size)].set(weights, mode="drop")
+    tree = state.tree.at[jnp.where(where, positions, state.tree.size)].set(weights, mode="drop")
     node = jnp.where(where, positions, 0).astype(jnp.uint32)  # the sums above 0 stay right
     top: list[Array] = []
     for (_, start, groups), (is_top, above, padded) in itertools.pairwise(levels):
@@ -733,7 +736,8 @@ def _tree_set(tree: Array, levels: Levels, positions: Array, weights: Array, whe
             node = _once(node // 4)
             sums = _sum(_take(tree.reshape(-1, 4), start + node))
             tree = tree.at[4 * above + node].set(sums, mode="promise_in_bounds")
-    return jax.lax.optimization_barrier((tree, jnp.concatenate(top)))  # else XLA copies the tree
+    tree, last = jax.lax.optimization_barrier((tree, jnp.concatenate(top)))  # else XLA copies it
+    return state._replace(tree=tree, top=last)
 
 
 def _tree_draw(tree: Array, top: Array, levels: Levels, key: Array, count: int) -> Any:
@@ -809,10 +813,6 @@ def prioritised_replay(
         tree, top = (jnp.zeros(4 * groups, jnp.float32) for groups in sizes)
         return PrioritisedState((), jnp.int32(0), jnp.int32(0), tree, top, jnp.float32(0))
 
-    def set_weights(state: State, positions: Array, weights: Array, where: Array) -> State:
-        tree, top = _tree_set(state.tree, levels, positions, weights, where)
-        return state._replace(tree=tree, top=top)
-
     def advance(layout: Layout, state: State, rows: PyTree, mask: Any = None) -> Any:
         """The ring's, and the weights of windows that can now be drawn, or cannot any more."""
         new, slots = _advance(layout, state, rows, mask)
@@ -828,7 +828,7 @@ def prioritised_replay(
         positions = row[:, None] % layout.rows * layout.envs + jnp.arange(layout.envs)[None]
         each = partial(jnp.repeat, repeats=layout.envs)
         weights = each(jnp.where(is_start, new_weight, 0))
-        return set_weights(new, positions.reshape(-1), weights, each(changed)), slots
+        return _tree_set(new, levels, positions.reshape(-1), weights, each(changed)), slots
 
     def choose(layout: Layout, state: State, key: Array, batch_size: int) -> tuple[Array, Array]:
         positions, chances = _tree_draw(state.tree, state.top, levels, key, batch_size)
@@ -841,7 +841,7 @@ def prioritised_replay(
         known &= indices // layout.envs % layout.period == 0
         known &= (priorities >= 0) & (priorities < jnp.inf)
         largest_known = jnp.max(jnp.where(known, priorities, 0), initial=0)
-        state = set_weights(state, indices % layout.capacity, weight(priorities), known)
+        state = _tree_set(state, levels, indices % layout.capacity, weight(priorities), known)
         return state._replace(max_priority=jnp.maximum(state.max_priority, largest_known))
 
     drawable = lambda layout, state: state.top[..., -4:].sum(axis=-1) > 0  # noqa: E731
