@@ -990,6 +990,35 @@ def n_step_transition(window: Any, gamma: float, mask: Any = None) -> tuple[Any,
     return transition, discount, valid
 
 
+def stack_frames(window: Any, count: int, goes_on: str) -> Any:
+    """Windows of single observations as windows of stacks: of an episode the last K observations.
+
+    So an image is stored once and not in K stacks (Mnih et al. 2015, Methods, "Preprocessing").
+
+    Args:
+      window: a NamedTuple, leaves [B, W, ...], with an array `observation`.
+      count: K, 1 to W. With 1 the window is returned as it is.
+      goes_on: the name of the field [B, W] bool that is False for a step that only resets. In the
+        stacks after it, zeros stand for the observations up to it.
+
+    Returns `window` from its K-th step on, leaves [B, W - K + 1, ...], with observations
+    [B, W - K + 1, K, ...], the newest last.
+    """
+    if count == 1:
+        return window
+    frames, steps = window.observation, getattr(window, goes_on)
+
+    def stack(i: int) -> Array:
+        later = jnp.cumprod(steps[:, i : i + count - 1][:, ::-1], axis=1, dtype=jnp.int32)
+        kept = jnp.pad(later[:, ::-1], ((0, 0), (0, 1)), constant_values=1) > 0
+        kept = jnp.expand_dims(kept, range(2, frames.ndim))
+        return jnp.where(kept, frames[:, i : i + count], 0)
+
+    stacks = [stack(i) for i in range(frames.shape[1] - count + 1)]
+    rest = jax.tree.map(lambda x: x[:, count - 1 :], window)
+    return rest._replace(observation=jnp.stack(stacks, axis=1))
+
+
 def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: int) -> Array:
     """Random orders of rows: [epochs, num_minibatches, rows // num_minibatches], by a sort."""
     if rows % num_minibatches:

@@ -66,15 +66,17 @@ class Args:
     train_frequency: int = 10  # steps for one gradient step
     n_step: int = 1  # rewards summed in a target before it bootstraps
     double_q: bool = False  # the online network chooses the action that is bootstrapped from
+    frame_stack: int = 1  # how many of an episode's last observations the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show them as they are
 
 
 def prepare(x: jax.Array) -> jax.Array:
     """Observations [B, ...] as float32: uint8 images from 36x36 on [B, H, W, C], others [B, F]."""
     images, x = x.dtype == jnp.uint8, x.astype(jnp.float32)
-    if images and x.ndim in (3, 4):
+    if images and x.ndim in (3, 4, 5):
         x = x[..., None] if x.ndim == 3 else x
-        x = jnp.moveaxis(x, 1, -1) if x.shape[1] < x.shape[3] else x  # stacked frames are in front
+        x = jnp.moveaxis(x, -3, -1) if x.shape[-3] < x.shape[-1] else x  # channels are in front
+        x = jnp.moveaxis(x, 1, 3).reshape(len(x), *x.shape[2:4], -1) if x.ndim == 5 else x
     x = x / 255 if images else x
     return x if images and x.ndim == 4 and min(x.shape[1:3]) >= 36 else x.reshape(len(x), -1)
 
@@ -148,14 +150,15 @@ class DQN:
         self.network = QNetwork(int(action_space.n))
         self.unravel = ravel_pytree(self.network.init(jax.random.PRNGKey(0), observation[None]))[1]
         self.optimizer = optax.adam(args.learning_rate)
-        rows = max(math.ceil(args.buffer_size / n), args.n_step + 1)
-        window: dict[str, Any] = dict(num_envs=n, sequence_length=args.n_step + 1)
+        rows = max(math.ceil(args.buffer_size / n), args.frame_stack + args.n_step)
+        window: dict[str, Any] = dict(num_envs=n, sequence_length=args.frame_stack + args.n_step)
         self.replay = buffers.uniform_replay(rows * n, **window)
 
     def init(self, key: jax.Array) -> State:
         """The state before training."""
         params, _ = ravel_pytree(self.network.init(key, self.example.observation[None]))
-        replay = self.replay.init(self.example)
+        frame = self.example.observation[-1 if self.args.frame_stack > 1 else ...]
+        replay = self.replay.init(self.example._replace(observation=frame))
         return State(params, params, self.optimizer.init(params), replay, jnp.int32(0))
 
     def restart(self, state: State) -> State:
@@ -215,7 +218,8 @@ class DQN:
         """Stores a rollout [S, N] and makes the gradient steps: State, metrics."""
         args, reward = self.args, rollout.reward
         reward = jnp.sign(reward) if args.clip_rewards else reward
-        stored = rollout._replace(reward=reward, next_observation=None)
+        frame = rollout.observation[:, :, -1 if args.frame_stack > 1 else ...]
+        stored = rollout._replace(observation=frame, reward=reward, next_observation=None)
         state = state._replace(replay=self.replay.add_batch(state.replay, stored))
         target_period = max(args.target_network_frequency // args.train_frequency, 1)
         keys = jax.random.split(key, self.size // args.train_frequency)
@@ -223,8 +227,9 @@ class DQN:
         def update(i: jax.Array, carry: tuple) -> tuple:
             state, updates = carry[0], carry[0].updates + 1
             sample = self.replay.sample(state.replay, keys[i], args.batch_size)
+            window = buffers.stack_frames(sample.experience, args.frame_stack, "is_step")
             nets, gradient = (state.params, state.target_params), jax.grad(self.loss, has_aux=True)
-            grads, metrics = gradient(*nets, sample.experience)
+            grads, metrics = gradient(*nets, window)
             changes, opt_state = self.optimizer.update(grads, state.opt_state)
             params = optax.apply_updates(state.params, changes)
             tau = jnp.where(updates % target_period == 0, args.tau, 0.0)
@@ -310,18 +315,27 @@ def make_envs(run: Run, n: int, video: str = "") -> Any:
     return envs
 
 
+def see(alg: Algorithm, seen: Any, frame: Any, goes_on: Any) -> Any:
+    """`frame` [N, ...], or the last ones of the episode [N, K, ...]; `seen` were those before."""
+    if alg.args.frame_stack == 1:
+        return frame
+    xp: Any = np if isinstance(frame, np.ndarray) else jnp
+    before = xp.where(goes_on.reshape(-1, *[1] * frame.ndim), seen[:, 1:], xp.zeros_like(frame[:1]))
+    return xp.concatenate([before, frame[:, None]], axis=1)
+
+
 def collect(alg: Algorithm, envs: Any, state: EnvState, view: Any, noise: np.ndarray) -> tuple:
     """Steps the environments with `noise` [S, N, ...]: the EnvState, and the Steps [S, N, ...]."""
-    observation = state.observation
+    observation, goes_on = state.observation, ~state.resetting
     rollout = jax.tree.map(lambda x: np.empty(alg.shape + x.shape, x.dtype), alg.example)
     _, _, reward, terminated, truncated, is_step, _ = rollout
     for t in range(len(noise)):
         rollout.observation[t] = observation  # now: the step may write over it
         rollout.action[t] = action = np.asarray(alg.act(view, observation, noise[t]))
-        observation, reward[t], terminated[t], truncated[t], _ = envs.step(alg.to_env(action))
-    done = terminated | truncated
-    is_step[0], is_step[1:] = ~state.resetting, ~done[:-1]
-    return EnvState(observation, done[-1]), rollout._replace(next_observation=observation.copy())
+        frame, reward[t], terminated[t], truncated[t], _ = envs.step(alg.to_env(action))
+        observation, is_step[t] = see(alg, observation, frame, goes_on), goes_on
+        goes_on = ~(terminated[t] | truncated[t])
+    return EnvState(observation, ~goes_on), rollout._replace(next_observation=observation.copy())
 
 
 class FunctionalEnvs:
@@ -334,7 +348,9 @@ class FunctionalEnvs:
         """Starts an episode in n of them."""
         keys, zeros = jax.random.split(key, n), jnp.zeros(n, jnp.int32)
         inner = jax.vmap(self.env.initial)(keys)
-        return EnvState(jax.vmap(self.env.observation)(inner, keys), zeros > 0, inner, zeros)
+        frame = jax.vmap(self.env.observation)(inner, keys)
+        seen = see(self.alg, self.alg.example.observation[None], frame, zeros > 0)
+        return EnvState(seen, zeros > 0, inner, zeros)
 
     def step(self, view: Any, state: EnvState, x: tuple) -> tuple[EnvState, Step]:
         """A step of N of them, with noise, keys, and states for those that only reset."""
@@ -348,7 +364,8 @@ class FunctionalEnvs:
         done = terminated | (length >= self.time_limit)
         inner = jax.tree.map(lambda *x: each(jnp.where)(is_step, *x), after, starts)
         step = Step(state.observation, action, reward, terminated, done & ~terminated, is_step)
-        return EnvState(each(self.env.observation)(inner, keys), done, inner, length), step
+        frame = each(self.env.observation)(inner, keys)
+        return EnvState(see(self.alg, state.observation, frame, is_step), done, inner, length), step
 
     def collect(self, state: EnvState, view: Any, noise: Any, key: jax.Array) -> tuple:
         """What the function `collect` does."""
@@ -370,10 +387,11 @@ def evaluate(alg: Algorithm, run: Run, view: Any, n: int, seed: int, video: str 
     """What `FunctionalEnvs.evaluate` does, in ordinary environments; `video` as of `make_envs`."""
     returns, over, noise = np.zeros(n), np.zeros(n, bool), np.stack([alg.greedy] * n)
     with closing(make_envs(run, n, video)) as envs:
-        observation, _ = envs.reset(seed=seed)
+        observation = see(alg, alg.example.observation[None], envs.reset(seed=seed)[0], over)
         for _ in range(30_000):  # some episodes never end; the longest of Atari have 27,000 steps
             action = alg.to_env(np.asarray(alg.act(view, observation, noise)))
-            observation, reward, terminated, truncated, _ = envs.step(action)
+            frame, reward, terminated, truncated, _ = envs.step(action)
+            observation = see(alg, observation, frame, ~over)
             returns += np.where(over, 0, reward)
             over |= terminated | truncated
             if over.all():
@@ -424,7 +442,8 @@ def train_on_host(alg: Algorithm, run: Run, envs: Any, training: Training, steps
     view = jax.tree.map(jnp.copy, alg.view(training.agent))  # `update` takes the training away
     training = training._replace(agent=alg.restart(training.agent), current=jnp.zeros((2, n)))
     with closing(make_envs(run, n)) as envs, ThreadPoolExecutor(max_workers=1) as learner:
-        env_state = EnvState(envs.reset(seed=run.seed + steps.start)[0], np.zeros(n, bool))
+        frame, no = envs.reset(seed=run.seed + steps.start)[0], np.zeros(n, bool)
+        env_state = EnvState(see(alg, alg.example.observation[None], frame, no), no)
         learning: Any = learner.submit(lambda: (training, {}, view))
         for begin in steps:
             at = np.arange(begin, begin + steps.step, alg.size)
@@ -456,8 +475,9 @@ def set_up(args: Args, run: Run, folder: Path) -> tuple[Algorithm, Any, Training
     with closing(make_envs(run, 1, f"{folder}/videos" if run.capture_video else "")) as single:
         space, action_space = single.single_observation_space, single.single_action_space
         inner, spec = getattr(single, "envs", [single])[0].unwrapped, single.spec
-    require(isinstance(space, gym.spaces.Box), f"{run.env_id}: observations are {space}, no Box")
+    require(isinstance(space, gym.spaces.Box), f"{space} is no Box: wrap it, docs/environments.md")
     observation = np.zeros(space.shape, np.uint8 if space.dtype == np.uint8 else np.float32)
+    observation = np.stack([observation] * args.frame_stack)[0 if args.frame_stack == 1 else ...]
     alg, n = Algorithm(args, observation, action_space), args.num_envs
     env = None if spec.additional_wrappers else getattr(inner, "func_env", None)
     envs, one = FunctionalEnvs(alg, env, spec.max_episode_steps), run.num_seeds == 1

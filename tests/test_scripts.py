@@ -35,18 +35,18 @@ def text(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("dqn_jax", 580), ("per_dqn_jax", 600), ("ppo_jax", 720)]
+    ("name", "most"), [("dqn_jax", 600), ("per_dqn_jax", 620), ("ppo_jax", 740)]
 )
 def test_a_script_is_read_in_one_sitting(name, most):
     lines = text(name).splitlines()
     assert len(lines) <= most
     assert max(map(len, lines)) <= 100
     assert lines.count(MARK) == 1
-    assert len(lines) - lines.index(MARK) <= 340
+    assert len(lines) - lines.index(MARK) <= 355
 
 
-def test_the_algorithm_stands_in_the_first_240_lines():
-    assert text("dqn_jax").splitlines().index(MARK) <= 240
+def test_the_algorithm_stands_in_the_first_250_lines():
+    assert text("dqn_jax").splitlines().index(MARK) <= 250
 
 
 def test_below_the_mark_the_scripts_are_the_same_text():

@@ -1,0 +1,118 @@
+"""Stacks of frames: as acting sees them, as the replay gives them back, as Atari makes them."""
+
+from typing import Any, NamedTuple
+
+import ale_py  # noqa: F401  (registers ALE/*)
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import buffers
+import dqn_jax
+import per_dqn_jax
+import ppo_jax
+
+KEY = jax.random.PRNGKey(0)
+
+
+class Row(NamedTuple):
+    observation: Any
+    goes_on: Any
+    reward: Any
+
+
+@pytest.mark.parametrize(("count", "length"), [(2, 2), (3, 5), (4, 5)])
+def test_stack_frames_is_what_a_loop_over_each_window_gives(count, length):
+    rng = np.random.default_rng(0)
+    windows = Row(
+        rng.integers(1, 255, (64, length, 2, 3), np.uint8),
+        rng.random((64, length)) < 0.7,
+        rng.random((64, length)).astype(np.float32),
+    )
+    got = buffers.stack_frames(jax.tree.map(jnp.asarray, windows), count, "goes_on")
+    assert got.observation.shape == (64, length - count + 1, count, 2, 3)
+    assert got.observation.dtype == jnp.uint8
+    for b in range(64):
+        for i in range(length - count + 1):
+            last = i + count - 1
+            np.testing.assert_array_equal(got.reward[b, i], windows.reward[b, last])
+            np.testing.assert_array_equal(got.goes_on[b, i], windows.goes_on[b, last])
+            for j in range(count):
+                is_same_episode = windows.goes_on[b, i + j : last].all()
+                frame = windows.observation[b, i + j] * is_same_episode
+                np.testing.assert_array_equal(got.observation[b, i, j], frame)
+
+
+def test_a_stack_of_one_is_the_window():
+    windows = Row(jnp.ones((2, 3, 4)), jnp.ones((2, 3), bool), jnp.ones((2, 3)))
+    assert buffers.stack_frames(windows, 1, "goes_on") is windows
+
+
+def atari(stack):
+    """Two of them, of which the first episode ends after a few dozen steps."""
+    return gym.make_vec(
+        "ALE/Breakout-v5", 2, vectorization_mode="vector_entry_point", stack_num=stack
+    )
+
+
+@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax])
+def test_acting_and_learning_see_what_atari_stacks(script):
+    """Step by step, across resets and the write position."""
+    args = script.Args(num_envs=2, frame_stack=4, buffer_size=200, learning_starts=128)
+    zeros = np.zeros((4, 1, 84, 84), np.uint8)
+    alg = script.Algorithm(args, zeros, gym.spaces.Discrete(4))
+    state = alg.init(KEY)
+    add = jax.jit(lambda replay, rollout: alg.replay.add_batch(replay, rollout))
+    single, stacked = atari(1), atari(4)
+    no = np.zeros(2, bool)
+    seen = script.see(alg, zeros[None], single.reset(seed=3)[0], no)
+    env_state, expected = script.EnvState(seen, no), [np.copy(stacked.reset(seed=3)[0])]
+    replay, episodes, rng = state.replay, 0, np.random.default_rng(0)
+    for _ in range(300 // alg.shape[0]):
+        noise = rng.integers(4, size=alg.shape)
+        env_state, rollout = script.collect(alg, single, env_state, alg.view(state), noise)
+        expected += [np.copy(stacked.step(action)[0]) for action in rollout.action]
+        observations = np.stack(expected[-1 - len(rollout.action) : -1])
+        np.testing.assert_array_equal(rollout.observation[:, :, :, 0], observations)
+        np.testing.assert_array_equal(rollout.next_observation[:, :, 0], expected[-1])
+        frames = rollout._replace(observation=rollout.observation[:, :, -1], next_observation=None)
+        replay, episodes = add(replay, frames), episodes + (~rollout.is_step).sum()
+    assert episodes >= 2
+    assert int(replay.size) == 100  # rows, a third of those added
+    sample = alg.replay.sample(replay, KEY, 512)
+    windows = buffers.stack_frames(sample.experience, 4, "is_step")
+    assert windows.observation.shape == (512, 2, 4, 1, 84, 84)
+    expected = np.stack(expected)
+    rows, envs = np.asarray(sample.indices) // 2, np.asarray(sample.indices) % 2
+    for i in (0, 1):
+        native = expected[rows + 3 + i, envs]
+        np.testing.assert_array_equal(windows.observation[:, i, :, 0], native)
+    assert not windows.is_step.all()  # some reach over the end of an episode
+
+
+def test_the_network_sees_the_channels_that_atari_stacks():
+    stacks = np.random.default_rng(0).integers(255, size=(3, 4, 84, 84)).astype(np.uint8)
+    expected = dqn_jax.prepare(jnp.asarray(stacks))
+    np.testing.assert_array_equal(dqn_jax.prepare(jnp.asarray(stacks[:, :, None])), expected)
+    last = jnp.asarray(stacks[..., None])
+    np.testing.assert_array_equal(dqn_jax.prepare(last), expected)
+
+
+@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax, ppo_jax])
+def test_functional_environments_stack_in_the_compiled_program(script):
+    run = script.Run(env_id="phys2d/CartPole-v1", log_interval=128)
+    args = script.Args(num_envs=4, frame_stack=3)
+    alg, envs, training = script.set_up(args, run, None)
+    first = jax.tree.map(lambda x: x[0], training)
+    noise = alg.explore(KEY, {k: x[0] for k, x in alg.schedule(np.zeros(1)).items()})
+    noise = jnp.concatenate([noise] * (60 // len(noise) + 1))[:60]
+    _, rollout = jax.jit(envs.collect)(first.envs, alg.view(first.agent), noise, KEY)
+    frames, is_step = np.asarray(rollout.observation[:, :, -1]), np.asarray(rollout.is_step)
+    assert not is_step.all()
+    expected = np.zeros((4, 3, 4), np.float32)
+    for t in range(60):
+        kept = expected[:, 1:] * (is_step[t - 1] if t else is_step[0] & False)[:, None, None]
+        expected = np.concatenate([kept, frames[t][:, None]], axis=1)
+        np.testing.assert_array_equal(rollout.observation[t], expected)
