@@ -23,6 +23,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -46,7 +47,8 @@ RESAMPLES = 2_000
 SOURCES = {
     "CleanRL": "mean and standard deviation over 3 seeds of 500,000 steps, which its tables call "
     "average episodic return: https://docs.cleanrl.dev/rl-algorithms/dqn/ (dqn_jax.py) and "
-    "https://docs.cleanrl.dev/rl-algorithms/ppo/ (ppo.py)",
+    "https://docs.cleanrl.dev/rl-algorithms/ppo/ (ppo.py; in MuJoCo ppo_continuous_action.py, "
+    "1,000,000 steps of the v4 environments)",
     "rl-baselines3-zoo": "one run with tuned hyperparameters, of the number of steps given, "
     "evaluated without exploration, standard deviation over episodes: "
     "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md",
@@ -77,6 +79,10 @@ PUBLISHED: dict[tuple[str, str], dict[str, str]] = {
         "CleanRL": "-200.00 ± 0.00",
         "rl-baselines3-zoo": "-110.4 ± 19.5 (1M)",
     },
+    ("HalfCheetah-v5", "ppo"): {"CleanRL": "1442.64 ± 46.03 (v4)"},
+    ("Hopper-v5", "ppo"): {"CleanRL": "2382.86 ± 271.74 (v4)"},
+    ("Walker2d-v5", "ppo"): {"CleanRL": "2287.95 ± 571.78 (v4)"},
+    ("InvertedPendulum-v5", "ppo"): {"CleanRL": "963.09 ± 22.20 (v4)"},
     ("Pendulum-v1", "ppo"): {"rl-baselines3-zoo": "-172.2 ± 104.2 (100k)"},
 }
 
@@ -230,7 +236,9 @@ def plot(env_id: str, curves: dict[str, list[Curve]], path: Path) -> None:
             strict=True,
         )
     )
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), dpi=90, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), dpi=90, layout="constrained")
+    most = max(c.steps[-1] for seeds in curves.values() for c in seeds)
+    unit, name = (1e6, "millions") if most >= 2e6 else (1e3, "thousands")
     for i, (script, seeds) in enumerate(curves.items()):
         line, marker, hatch, colour = looks[i % len(looks)]
         steps, scores = on_grid(seeds)
@@ -238,7 +246,7 @@ def plot(env_id: str, curves: dict[str, list[Curve]], path: Path) -> None:
         steps, scores = steps[has_all], scores[has_all]
         label = f"{script}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
         axes.plot(
-            steps,
+            steps / unit,
             scores.mean(-1),
             linestyle=line,
             marker=marker,
@@ -246,18 +254,21 @@ def plot(env_id: str, curves: dict[str, list[Curve]], path: Path) -> None:
             markersize=4,
             color=colour,
             linewidth=1.4,
-            label=label,
+            label=textwrap.fill(label, 100),
         )
         low, high = bootstrap(scores, lambda x: x.mean(-1))
-        axes.fill_between(steps, low, high, alpha=0.18, color=colour, hatch=hatch, linewidth=0)
+        axes.fill_between(
+            steps / unit, low, high, alpha=0.18, color=colour, hatch=hatch, linewidth=0
+        )
     if env_id in THRESHOLDS:
         axes.axhline(THRESHOLDS[env_id], color="0.5", linewidth=0.7)
     axes.set(
-        title=env_id, xlabel="environment steps", ylabel="return, mean of the last 100 episodes"
+        title=env_id,
+        xlabel=f"environment steps, in {name}",
+        ylabel="return, mean of the last 100 episodes",
     )
-    axes.ticklabel_format(axis="x", style="sci", scilimits=(3, 3))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="best")
+    figure.legend(frameon=False, fontsize=8, loc="outside lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a version and a date in it the same data give the same file.
     figure.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
