@@ -116,3 +116,13 @@ def test_functional_environments_stack_in_the_compiled_program(script):
         kept = expected[:, 1:] * (is_step[t - 1] if t else is_step[0] & False)[:, None, None]
         expected = np.concatenate([kept, frames[t][:, None]], axis=1)
         np.testing.assert_array_equal(rollout.observation[t], expected)
+
+
+@pytest.mark.parametrize(("stack", "gigabytes"), [(1, 28.2), (4, 7.1)])
+def test_what_a_million_steps_of_atari_take(stack, gigabytes):
+    shape = (4, 84, 84) if stack == 1 else (4, 1, 84, 84)
+    args = dqn_jax.Args(num_envs=8, frame_stack=stack, buffer_size=10**6)
+    alg = dqn_jax.Algorithm(args, np.zeros(shape, np.uint8), gym.spaces.Discrete(4))
+    replay = jax.eval_shape(alg.init, KEY).replay
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(replay))
+    assert size / 1e9 == pytest.approx(gigabytes, abs=0.05)
