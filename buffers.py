@@ -469,8 +469,8 @@ def _draw(core: Core, state: State, key: Array, batch_size: int) -> Sample:
 
 def _write_and_draw(core: Core, state: State, items: PyTree, key: Array, batch_size: int) -> Any:
     state = _write(core, state, items)
-    # The key waits for all that is written: else XLA wakes a thread to draw bits meanwhile.
-    ends = jnp.stack([(x := leaf.ravel())[0] != x[-1] for leaf in jax.tree.leaves(state)])
+    # The key, always the first of two, waits for all writes: else XLA wakes a thread to draw bits.
+    ends = jnp.concatenate([(x := s.ravel())[:1] != x[-1:] for s in jax.tree.leaves(state)])
     key = jnp.stack([key, key])[(ends.any() & (state.size.ravel()[0] < 0)).astype(jnp.int32)]
     return state, _draw(core, state, key, batch_size)
 
@@ -705,7 +705,7 @@ LEVELS_PER_DRAW = 7
 
 
 def _levels(positions: int) -> tuple[Levels, list[int]]:
-    """Of each level: whether it is in `top`, its first group of 4, its groups; those of both."""
+    """Of each level, is it in `top`, its first group of 4, its groups; groups of tree and top."""
     levels: Levels = []
     start, nodes = [0, 0], positions
     while len(levels) < 2 or nodes > 1:
@@ -743,7 +743,8 @@ def _tree_set(state: State, levels: Levels, positions: Array, weights: Array, wh
 def _tree_draw(tree: Array, top: Array, levels: Levels, key: Array, count: int) -> Any:
     """Positions [B] uint32 in proportion to their weights, one from each of B equal shares.
 
-    Stratified as in Schaul et al. 2016, section 3.3. With their weights; 0 and 0 if there are none.
+    Stratified as in Schaul et al. 2016, section 3.3. With their probabilities; both are 0 if no
+    weight is above 0.
     """
     uniform = jax.random.uniform(key, (-(-len(levels) // LEVELS_PER_DRAW), count))
     node = jnp.zeros(count, jnp.uint32)
@@ -990,7 +991,7 @@ def n_step_transition(window: Any, gamma: float, mask: Any = None) -> tuple[Any,
     return transition, discount, valid
 
 
-def stack_frames(window: Any, count: int, goes_on: str) -> Any:
+def stack_frames(window: Any, count: int, mask: Array) -> Any:
     """Windows of single observations as windows of stacks: of an episode the last K observations.
 
     So an image is stored once and not in K stacks (Mnih et al. 2015, Methods, "Preprocessing").
@@ -998,18 +999,18 @@ def stack_frames(window: Any, count: int, goes_on: str) -> Any:
     Args:
       window: a NamedTuple, leaves [B, W, ...], with an array `observation`.
       count: K, 1 to W. With 1 the window is returned as it is.
-      goes_on: the name of the field [B, W] bool that is False for a step that only resets. In the
-        stacks after it, zeros stand for the observations up to it.
+      mask: [B, W] bool, False for a step that only resets. In the stacks after it, zeros stand for
+        the observations up to it.
 
     Returns `window` from its K-th step on, leaves [B, W - K + 1, ...], with observations
     [B, W - K + 1, K, ...], the newest last.
     """
     if count == 1:
         return window
-    frames, steps = window.observation, getattr(window, goes_on)
+    frames = window.observation
 
     def stack(i: int) -> Array:
-        later = jnp.cumprod(steps[:, i : i + count - 1][:, ::-1], axis=1, dtype=jnp.int32)
+        later = jnp.cumprod(mask[:, i : i + count - 1][:, ::-1], axis=1, dtype=jnp.int32)
         kept = jnp.pad(later[:, ::-1], ((0, 0), (0, 1)), constant_values=1) > 0
         kept = jnp.expand_dims(kept, range(2, frames.ndim))
         return jnp.where(kept, frames[:, i : i + count], 0)

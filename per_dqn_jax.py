@@ -206,7 +206,8 @@ class DQN:
         return self.network.apply(self.unravel(params), observation)
 
     def loss(self, params: jax.Array, target_params: jax.Array, window: Step, weigh: Any) -> tuple:
-        """Weighted mean squared TD error of windows [B, n_step + 1, ...]; metrics, priorities."""
+        """Weighted mean squared TD error of windows [B, W, ...]; metrics, priorities."""
+        window = buffers.stack_frames(window, self.args.frame_stack, window.is_step)
         batch, discount, valid = buffers.n_step_transition(window, self.args.gamma, window.is_step)
         next_q = self.q(target_params, batch.next_observation)
         chooser = self.q(params, batch.next_observation) if self.args.double_q else next_q
@@ -236,7 +237,6 @@ class DQN:
         def update(i: jax.Array, carry: tuple) -> tuple:
             state, updates = carry[0], carry[0].updates + 1
             sample = self.replay.sample(state.replay, keys[i], args.batch_size)
-            window = buffers.stack_frames(sample.experience, args.frame_stack, "is_step")
             nets, gradient = (state.params, state.target_params), jax.grad(self.loss, has_aux=True)
             size = self.replay.size(state.replay)
 
@@ -244,7 +244,7 @@ class DQN:
                 drawn = jnp.where(valid, sample.probabilities, 0)
                 return buffers.importance_weights(drawn, size, now["beta"])
 
-            grads, (metrics, priorities) = gradient(*nets, window, weigh)
+            grads, (metrics, priorities) = gradient(*nets, sample.experience, weigh)
             replay = self.replay.set_priorities(state.replay, sample.indices, priorities)
             metrics["losses/priority_max"] = replay.max_priority
             changes, opt_state = self.optimizer.update(grads, state.opt_state)
@@ -333,13 +333,14 @@ def make_envs(run: Run, n: int, video: str = "") -> Any:
     return envs
 
 
-def see(alg: Algorithm, seen: Any, frame: Any, goes_on: Any) -> Any:
-    """`frame` [N, ...], or the last ones of the episode [N, K, ...]; `seen` were those before."""
+def see(alg: Algorithm, frame: Any, seen: Any = None, goes_on: Any = None) -> Any:
+    """`frame` [N, ...], or the last K [N, K, ...], with zeros where its episode does not go on."""
     if alg.args.frame_stack == 1:
         return frame
     xp: Any = np if isinstance(frame, np.ndarray) else jnp
-    before = xp.where(goes_on.reshape(-1, *[1] * frame.ndim), seen[:, 1:], xp.zeros_like(frame[:1]))
-    return xp.concatenate([before, frame[:, None]], axis=1)
+    zeros = xp.zeros((len(frame), alg.args.frame_stack, *frame.shape[1:]), frame.dtype)
+    seen = zeros if seen is None else xp.where(goes_on.reshape(-1, *[1] * frame.ndim), seen, zeros)
+    return xp.concatenate([seen[:, 1:], frame[:, None]], axis=1)
 
 
 def collect(alg: Algorithm, envs: Any, state: EnvState, view: Any, noise: np.ndarray) -> tuple:
@@ -351,7 +352,7 @@ def collect(alg: Algorithm, envs: Any, state: EnvState, view: Any, noise: np.nda
         rollout.observation[t] = observation  # now: the step may write over it
         rollout.action[t] = action = np.asarray(alg.act(view, observation, noise[t]))
         frame, reward[t], terminated[t], truncated[t], _ = envs.step(alg.to_env(action))
-        observation, is_step[t] = see(alg, observation, frame, goes_on), goes_on
+        observation, is_step[t] = see(alg, frame, observation, goes_on), goes_on
         goes_on = ~(terminated[t] | truncated[t])
     return EnvState(observation, ~goes_on), rollout._replace(next_observation=observation.copy())
 
@@ -367,8 +368,7 @@ class FunctionalEnvs:
         keys, zeros = jax.random.split(key, n), jnp.zeros(n, jnp.int32)
         inner = jax.vmap(self.env.initial)(keys)
         frame = jax.vmap(self.env.observation)(inner, keys)
-        seen = see(self.alg, self.alg.example.observation[None], frame, zeros > 0)
-        return EnvState(seen, zeros > 0, inner, zeros)
+        return EnvState(see(self.alg, frame), zeros > 0, inner, zeros)
 
     def step(self, view: Any, state: EnvState, x: tuple) -> tuple[EnvState, Step]:
         """A step of N of them, with noise, keys, and states for those that only reset."""
@@ -383,7 +383,7 @@ class FunctionalEnvs:
         inner = jax.tree.map(lambda *x: each(jnp.where)(is_step, *x), after, starts)
         step = Step(state.observation, action, reward, terminated, done & ~terminated, is_step)
         frame = each(self.env.observation)(inner, keys)
-        return EnvState(see(self.alg, state.observation, frame, is_step), done, inner, length), step
+        return EnvState(see(self.alg, frame, state.observation, is_step), done, inner, length), step
 
     def collect(self, state: EnvState, view: Any, noise: Any, key: jax.Array) -> tuple:
         """What the function `collect` does."""
@@ -405,11 +405,11 @@ def evaluate(alg: Algorithm, run: Run, view: Any, n: int, seed: int, video: str 
     """What `FunctionalEnvs.evaluate` does, in ordinary environments; `video` as of `make_envs`."""
     returns, over, noise = np.zeros(n), np.zeros(n, bool), np.stack([alg.greedy] * n)
     with closing(make_envs(run, n, video)) as envs:
-        observation = see(alg, alg.example.observation[None], envs.reset(seed=seed)[0], over)
+        observation = see(alg, envs.reset(seed=seed)[0])
         for _ in range(30_000):  # some episodes never end; the longest of Atari have 27,000 steps
             action = alg.to_env(np.asarray(alg.act(view, observation, noise)))
             frame, reward, terminated, truncated, _ = envs.step(action)
-            observation = see(alg, observation, frame, ~over)
+            observation = see(alg, frame, observation, ~over)
             returns += np.where(over, 0, reward)
             over |= terminated | truncated
             if over.all():
@@ -460,8 +460,7 @@ def train_on_host(alg: Algorithm, run: Run, envs: Any, training: Training, steps
     view = jax.tree.map(jnp.copy, alg.view(training.agent))  # `update` takes the training away
     training = training._replace(agent=alg.restart(training.agent), current=jnp.zeros((2, n)))
     with closing(make_envs(run, n)) as envs, ThreadPoolExecutor(max_workers=1) as learner:
-        frame, no = envs.reset(seed=run.seed + steps.start)[0], np.zeros(n, bool)
-        env_state = EnvState(see(alg, alg.example.observation[None], frame, no), no)
+        env_state = EnvState(see(alg, envs.reset(seed=run.seed + steps.start)[0]), np.zeros(n) > 0)
         learning: Any = learner.submit(lambda: (training, {}, view))
         for begin in steps:
             at = np.arange(begin, begin + steps.step, alg.size)
@@ -493,9 +492,10 @@ def set_up(args: Args, run: Run, folder: Path) -> tuple[Algorithm, Any, Training
     with closing(make_envs(run, 1, f"{folder}/videos" if run.capture_video else "")) as single:
         space, action_space = single.single_observation_space, single.single_action_space
         inner, spec = getattr(single, "envs", [single])[0].unwrapped, single.spec
-    require(isinstance(space, gym.spaces.Box), f"{space} is no Box: wrap it, docs/environments.md")
-    observation = np.zeros(space.shape, np.uint8 if space.dtype == np.uint8 else np.float32)
-    observation = np.stack([observation] * args.frame_stack)[0 if args.frame_stack == 1 else ...]
+    hint = f"{run.env_id}: observations are {space}, no Box: wrap it as in docs/environments.md"
+    require(isinstance(space, gym.spaces.Box), hint)
+    shape = (args.frame_stack, *space.shape) if args.frame_stack > 1 else space.shape
+    observation = np.zeros(shape, np.uint8 if space.dtype == np.uint8 else np.float32)
     alg, n = Algorithm(args, observation, action_space), args.num_envs
     env = None if spec.additional_wrappers else getattr(inner, "func_env", None)
     envs, one = FunctionalEnvs(alg, env, spec.max_episode_steps), run.num_seeds == 1

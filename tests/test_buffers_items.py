@@ -74,6 +74,8 @@ def test_any_pytree_and_dtype(name):
     sample = streams.sample(state, jax.random.key(0), 7)
     at = np.asarray(sample.indices)[:, None] + [[0, 3]]
     assert_trees_equal(sample.experience, jax.tree.map(lambda x: x[at], items))
+    both = streams.add_and_sample(streams.init(prototype), steps, jax.random.key(0), 7)
+    assert_trees_equal(both, (state, sample))
 
 
 def test_python_scalars_and_numpy_float64_become_jax_default_dtypes():

@@ -426,7 +426,7 @@ def test_the_environment_is_the_same_at_any_number_of_them(
         (Run(env_id="CartPole-v9"), "CartPole-v9 with env_kwargs {}: "),
         (Run(env_id="no_such_module:X-v0"), "no_such_module:X-v0 with env_kwargs {}: "),
         (Run(env_id="Counter-v0", env_kwargs='{"no": 1}'), "unexpected keyword argument 'no'"),
-        (Run(env_id="FrozenLake-v1"), r"Discrete\(16\) is no Box: wrap it"),
+        (Run(env_id="FrozenLake-v1"), r"observations are Discrete\(16\), no Box"),
         (Run(env_id="Pendulum-v1"), r"DQN takes Discrete actions, not Box"),
         (Run(num_seeds=2), "CartPole-v1 trains one agent only"),
         (Run(num_seeds=0, log_interval=-1), "must be at least 1: num_seeds, log_interval"),

@@ -31,7 +31,8 @@ def test_stack_frames_is_what_a_loop_over_each_window_gives(count, length):
         rng.random((64, length)) < 0.7,
         rng.random((64, length)).astype(np.float32),
     )
-    got = buffers.stack_frames(jax.tree.map(jnp.asarray, windows), count, "goes_on")
+    windows = jax.tree.map(jnp.asarray, windows)
+    got = buffers.stack_frames(windows, count, windows.goes_on)
     assert got.observation.shape == (64, length - count + 1, count, 2, 3)
     assert got.observation.dtype == jnp.uint8
     for b in range(64):
@@ -47,7 +48,7 @@ def test_stack_frames_is_what_a_loop_over_each_window_gives(count, length):
 
 def test_a_stack_of_one_is_the_window():
     windows = Row(jnp.ones((2, 3, 4)), jnp.ones((2, 3), bool), jnp.ones((2, 3)))
-    assert buffers.stack_frames(windows, 1, "goes_on") is windows
+    assert buffers.stack_frames(windows, 1, windows.goes_on) is windows
 
 
 def atari(stack):
@@ -66,9 +67,11 @@ def test_acting_and_learning_see_what_atari_stacks(script):
     state = alg.init(KEY)
     add = jax.jit(lambda replay, rollout: alg.replay.add_batch(replay, rollout))
     single, stacked = atari(1), atari(4)
-    no = np.zeros(2, bool)
-    seen = script.see(alg, zeros[None], single.reset(seed=3)[0], no)
-    env_state, expected = script.EnvState(seen, no), [np.copy(stacked.reset(seed=3)[0])]
+    seen = script.see(alg, single.reset(seed=3)[0])
+    env_state, expected = (
+        script.EnvState(seen, np.zeros(2, bool)),
+        [np.copy(stacked.reset(seed=3)[0])],
+    )
     replay, episodes, rng = state.replay, 0, np.random.default_rng(0)
     for _ in range(300 // alg.shape[0]):
         noise = rng.integers(4, size=alg.shape)
@@ -82,7 +85,7 @@ def test_acting_and_learning_see_what_atari_stacks(script):
     assert episodes >= 2
     assert int(replay.size) == 100  # rows, a third of those added
     sample = alg.replay.sample(replay, KEY, 512)
-    windows = buffers.stack_frames(sample.experience, 4, "is_step")
+    windows = buffers.stack_frames(sample.experience, 4, sample.experience.is_step)
     assert windows.observation.shape == (512, 2, 4, 1, 84, 84)
     expected = np.stack(expected)
     rows, envs = np.asarray(sample.indices) // 2, np.asarray(sample.indices) % 2

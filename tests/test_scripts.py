@@ -45,8 +45,8 @@ def test_a_script_is_read_in_one_sitting(name, most):
     assert len(lines) - lines.index(MARK) <= 355
 
 
-def test_the_algorithm_stands_in_the_first_250_lines():
-    assert text("dqn_jax").splitlines().index(MARK) <= 250
+def test_the_algorithm_stands_in_the_first_245_lines():
+    assert text("dqn_jax").splitlines().index(MARK) <= 245
 
 
 def test_below_the_mark_the_scripts_are_the_same_text():
