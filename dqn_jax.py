@@ -489,9 +489,9 @@ def set_up(args: Args, run: Run, folder: Path) -> tuple[Algorithm, Any, Training
         return Training(alg.init(agent_key), key, jnp.zeros((2, n)), jnp.zeros(3), env_state)
 
     seeds = (run.seed + np.arange(run.num_seeds)).astype(np.uint32)
-    training = jax.jit(partial(jax.lax.map, start))(seeds)  # XLA hangs in ten QR at once
     if not env:
-        return alg, None, jax.tree.map(lambda x: x[0], training)
+        return alg, None, jax.jit(start)(seeds[0])
+    training = jax.jit(partial(jax.lax.map, start))(seeds)  # XLA hangs in ten QR at once
     parts, devices = n if one else run.num_seeds, jax.devices()[: run.num_devices]
     fits = len(devices) == run.num_devices and parts % len(devices) == 0
     require(fits, f"num_devices: only {len(devices)} are there, or it does not divide {parts}")

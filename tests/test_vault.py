@@ -1,0 +1,294 @@
+"""vault.py: row r of a run is row r of its vault, whatever happens to the process and the disk."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import buffers
+from vault import Vault
+
+ROOT = Path(__file__).parent.parent
+ITEM = {"count": np.int32(0), "frame": np.zeros((3, 2), np.uint8)}
+
+
+def rows(start, stop, envs=2):
+    """Rows of a run, each unlike all others."""
+    count = np.arange(start * envs, stop * envs, dtype=np.int32).reshape(-1, envs)
+    frame = (count[..., None, None] * 7 + np.arange(6).reshape(3, 2)) % 251
+    return {"count": count, "frame": frame.astype(np.uint8)}
+
+
+def assert_holds(vault, start, stop, envs=2):
+    got, expected = vault.read(start, stop), rows(start, stop, envs)
+    for name, x in expected.items():
+        assert got[name].dtype == x.dtype
+        np.testing.assert_array_equal(got[name], x)
+
+
+@pytest.mark.parametrize("factory", [buffers.uniform_replay, buffers.prioritised_replay])
+def test_row_r_of_the_run_is_row_r_of_the_vault(tmp_path, factory):
+    replay, vault = factory(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    state, total = replay.init(ITEM), 0
+    for count in (3, 7, 10, 0, 1, 9, 5, 10):  # over the end of the ring, and all of it at once
+        state = replay.add_batch(state, rows(total, total + count))
+        assert vault.write(state) == count
+        assert vault.write(state) == 0
+        total += count
+        assert len(vault) == total
+        assert_holds(vault, 0, total)
+    assert_holds(Vault(tmp_path, ITEM, num_envs=2), 17, 31)
+    with pytest.raises(IndexError, match="rows 3 to 46, of a vault that has 45"):
+        vault.read(3, 46)
+
+
+def test_a_queue_and_what_was_popped(tmp_path):
+    queue, vault = buffers.circular_buffer(8), Vault(tmp_path, ITEM)
+    items = jax.tree.map(lambda x: x[:, 0], rows(0, 12, 1))
+    state = queue.add_batch(queue.init(ITEM), jax.tree.map(lambda x: x[:6], items))
+    assert vault.write(state) == 6
+    state, _ = queue.pop(state, 4)
+    state = queue.add_batch(state, jax.tree.map(lambda x: x[6:], items))
+    assert vault.write(state) == 6
+    np.testing.assert_array_equal(vault.read(0, 12)["frame"], items["frame"])
+    state = queue.add(state, ITEM)
+    state, _ = queue.pop(state, 8)
+    with pytest.raises(ValueError, match="1 rows are gone: 1 were added since the last write, 0"):
+        vault.write(state)
+
+
+def test_rows_that_were_overwritten_are_an_error_that_counts_them(tmp_path):
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    state = replay.add_batch(replay.init(ITEM), rows(0, 4))
+    vault.write(state)
+    for i in range(4, 17):
+        state = replay.add(state, jax.tree.map(lambda x: x[0], rows(i, i + 1)))
+    with pytest.raises(ValueError, match="3 rows are gone: 13 were added since the last write, 10"):
+        vault.write(state)
+    assert_holds(vault, 0, 4)
+    assert len(vault) == 4
+
+
+def test_a_resumed_run_writes_over_what_came_after_its_checkpoint(tmp_path):
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    checkpoint = replay.add_batch(replay.init(ITEM), rows(0, 8))
+    vault.write(checkpoint)
+    other = jax.tree.map(lambda x: x + 1, rows(8, 15))
+    state = replay.add_batch(jax.tree.map(jnp.copy, checkpoint), other)
+    assert vault.write(state) == 7
+    del vault
+    again = Vault(tmp_path, ITEM, num_envs=2)
+    assert again.write(checkpoint) == 0
+    assert len(again) == 8
+    assert again.write(replay.add_batch(checkpoint, rows(8, 13))) == 5
+    assert_holds(again, 0, 13)
+
+
+def test_another_run_is_an_error(tmp_path):
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    vault.write(replay.add_batch(replay.init(ITEM), rows(0, 8)))
+    del vault
+    new = Vault(tmp_path, ITEM, num_envs=2)
+    for count in (0, 3, 8, 9):
+        other = jax.tree.map(lambda x, n=count: x[:n] + 1, rows(0, 10))
+        with pytest.raises(ValueError, match="8 rows, which are of another run: take a new path"):
+            new.write(replay.add_batch(replay.init(ITEM), other))
+    skipped = replay.add_batch(replay.init(ITEM), jax.tree.map(lambda x: x + 1, rows(0, 8)))
+    with pytest.raises(ValueError, match="after a resume write the restored state first"):
+        new.write(replay.add_batch(skipped, rows(8, 10)))
+    assert_holds(new, 0, 8)
+
+
+def test_the_count_of_rows_is_followed_past_its_modulus(tmp_path):
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    begin = 2**30 // 20 * 10 - 7  # rows of a run up to here, of which the vault has the last 10
+    for name, x in rows(0, 10).items():
+        vault.arrays[name][begin - 10 : begin].write(x).result()
+    vault._count(begin)
+    state = replay.init(ITEM)
+    state = replay.add_batch(state._replace(cursor=state.cursor + begin - 10), rows(0, 10))
+    assert (vault.write(state), len(vault)) == (0, begin)
+    total = 10
+    for count in (5, 6, 3, 10, 2):
+        older = jax.tree.map(jnp.copy, state)
+        state = replay.add_batch(state, rows(total, total + count))
+        assert vault.write(state) == count
+        if count < 10:  # of the last 10 rows both must have some
+            assert (vault.write(older), len(vault)) == (0, begin - 10 + total)
+            assert vault.write(state) == count
+        total += count
+    assert state.cursor < 100
+    got = vault.read(begin - 10, begin - 10 + total)
+    for name, x in rows(0, total).items():
+        np.testing.assert_array_equal(got[name], x)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int8", "int32", "uint32", "float16", "bfloat16", "float32"]
+)
+def test_dtypes_come_back_as_they_are(tmp_path, dtype):
+    values = (jnp.arange(30).reshape(10, 3) % 7 - 3).astype(dtype)
+    replay, vault = buffers.uniform_replay(10), Vault(tmp_path, values[0])
+    vault.write(replay.add_batch(replay.init(values[0]), values))
+    got = vault.read(0, 10)
+    assert got.dtype == values.dtype
+    assert got.tobytes() == np.asarray(values).tobytes()
+
+
+def test_python_scalars_and_empty_leaves(tmp_path):
+    item = (1.5, [True, 3], np.zeros((0, 2), np.float32))
+    replay, vault = buffers.uniform_replay(4), Vault(tmp_path, item)
+    vault.write(replay.add(replay.init(item), item))
+    got = vault.read(0, 1)
+    assert (got[0].tolist(), got[1][0].tolist(), got[1][1].tolist()) == ([1.5], [True], [3])
+    assert got[2].shape == (1, 0, 2)
+
+
+def test_typed_keys_are_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"store what jax.random.key_data gives"):
+        Vault(tmp_path, {"key": jax.random.key(0)})
+
+
+def test_other_items_and_other_buffers_are_errors(tmp_path):
+    Vault(tmp_path, ITEM, num_envs=2)
+    for item, envs in ((ITEM, 3), (ITEM, None), (ITEM | {"more": 1}, 2), (np.int32(0), 2)):
+        with pytest.raises(ValueError, match=r"holds {'count': 'int32\[2\]', 'frame'.*, not {"):
+            Vault(tmp_path, item, num_envs=envs)
+    replay = buffers.uniform_replay(30, num_envs=3)
+    with pytest.raises(ValueError, match=r"the state holds {'count': 'int32\[3\]'"):
+        Vault(tmp_path, ITEM, num_envs=2).write(replay.init(ITEM))
+
+
+def test_a_state_with_an_axis_of_one_in_front(tmp_path):
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    state = replay.add_batch(replay.init(ITEM), rows(0, 6))
+    assert vault.write(jax.tree.map(lambda x: x[None], state)) == 6
+    assert_holds(vault, 0, 6)
+
+
+def filled(path, count=40):
+    replay, vault = buffers.uniform_replay(2 * count, num_envs=2), Vault(path, ITEM, num_envs=2)
+    state = replay.add_batch(replay.init(ITEM), rows(0, count))
+    vault.write(state)
+    return replay, state, vault
+
+
+def test_every_flipped_bit_is_an_error_that_names_the_file(tmp_path):
+    _, _, vault = filled(tmp_path)
+    chunks = [p for p in tmp_path.rglob("*") if p.is_file() and p.name == "0"]
+    assert len(chunks) == 2
+    for path in [*chunks, tmp_path / "vault.json"]:
+        whole = path.read_bytes()
+        for bit in range(0, 8 * len(whole), 7):
+            broken = bytearray(whole)
+            broken[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(broken)
+            with pytest.raises(ValueError, match=str(path)):
+                vault.read(0, 40)
+        path.write_bytes(whole)
+    assert_holds(vault, 0, 40)
+
+
+def test_flipped_bits_of_what_describes_the_arrays(tmp_path):
+    """Few of them mean anything: each is an error that names the file or changes nothing."""
+    _, _, vault = filled(tmp_path)
+    errors = 0
+    for path in tmp_path.rglob("zarr.json"):
+        whole = path.read_bytes()
+        for bit in range(0, 8 * len(whole), 5):
+            broken = bytearray(whole)
+            broken[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(broken)
+            try:
+                again = Vault(tmp_path, ITEM, num_envs=2)
+            except ValueError as error:
+                errors += str(path.parent) in str(error)
+            else:
+                assert_holds(again, 0, 40)
+        path.write_bytes(whole)
+    assert errors > 400
+    assert_holds(vault, 0, 40)
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path):
+    _, _, vault = filled(tmp_path)
+    for path in [p for p in tmp_path.rglob("*") if p.name == "0"]:
+        path.rename(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match=str(path)):
+            vault.read(0, 40)
+        (tmp_path / "elsewhere").rename(path)
+    assert_holds(vault, 0, 40)
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(tmp_path):
+    replay, state, vault = filled(tmp_path)
+    noise = np.random.default_rng(0).integers(256, size=(40, 2, 3, 2), dtype=np.uint8)
+    state = replay.add_batch(state, rows(40, 80) | {"frame": noise})
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.SIGXFSZ
+    before = signal.signal(handler, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises((ValueError, OSError), match="File too large"):
+            vault.write(state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(handler, before)
+    assert_holds(Vault(tmp_path, ITEM, num_envs=2), 0, 40)
+    assert vault.write(state) == 40
+    np.testing.assert_array_equal(vault.read(40, 80)["frame"], noise)
+
+
+def test_the_second_writer_is_told(tmp_path):
+    replay, state, _vault = filled(tmp_path)
+    second = Vault(tmp_path, ITEM, num_envs=2)
+    assert_holds(second, 0, 40)
+    with pytest.raises(BlockingIOError, match="is written by another process"):
+        second.write(replay.add(state, jax.tree.map(lambda x: x[0], rows(40, 41))))
+
+
+WRITER = """
+    import sys
+    import jax
+    from buffers import uniform_replay
+    from test_vault import ITEM, rows
+    from vault import Vault
+
+    replay, vault = uniform_replay(60, num_envs=2), Vault(sys.argv[1], ITEM, num_envs=2)
+    start = max(len(vault) - 20, 0)  # where a checkpoint may stand
+    state = replay.init(ITEM)
+    state = state._replace(cursor=state.cursor + start)
+    state = replay.add_batch(state, rows(max(start - 30, 0), start)) if start else state
+    state = state._replace(cursor=state.cursor * 0 + start)
+    print("opened", vault.write(state), flush=True)
+    while True:
+        count = 1 + start % 7
+        state = replay.add_batch(state, rows(start, start + count))
+        start += count
+        vault.write(state)
+        print(start, flush=True)
+"""
+
+
+def test_killed_at_any_moment_it_has_every_row_that_was_written(tmp_path):
+    """KILLS=50 in the environment kills the writer as many times."""
+    random, known = np.random.default_rng(0), 0
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+    for _ in range(int(os.environ.get("KILLS", "3"))):
+        command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "vault")]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout.readline() == "opened 0\n"
+            for _ in range(random.integers(1, 60)):
+                known = int(run.stdout.readline())
+            run.send_signal(signal.SIGKILL)
+            known = max([known, *map(int, run.stdout.read().split())])
+        vault = Vault(tmp_path / "vault", ITEM, num_envs=2)
+        assert known <= len(vault) <= known + 7
+        assert_holds(vault, 0, len(vault))

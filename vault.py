@@ -1,0 +1,150 @@
+"""Experience on disk: every row that a replay buffer was given, in zarr arrays, beyond its ring.
+
+    vault = Vault("runs/experience", item, num_envs=8)  # as `init` of the buffer takes them
+    vault.write(state)  # now and then: the rows that were added since the last time
+    items = vault.read(0, len(vault))  # NumPy arrays, of the item's structure
+
+Row r of a run is row r of its vault: writing twice is harmless, a resumed run writes over what came
+after its checkpoint. Each leaf is a zarr 3 array; `vault.json` says how many of their rows count.
+"""
+
+import fcntl
+import json
+import os
+import weakref
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+CHUNK_BYTES, CHUNK_ROWS = 2**20, 2**14  # at most; appending to a chunk writes all of it
+COMPARED_ROWS = 16  # by which a state is known to be of the vault's run
+
+
+def describe(items: Any, axes: int = 0) -> dict[str, str]:
+    """The name of each leaf, its dtype and its shape without the first axes."""
+    leaves = jax.tree_util.tree_leaves_with_path(items)
+    names = [jax.tree_util.keystr(key, simple=True, separator=".") or "item" for key, _ in leaves]
+    kinds = [f"{jnp.result_type(x)}{[*jnp.shape(x)[axes:]]}" for _, x in leaves]
+    return dict(zip([quote(name, safe="") for name in names], kinds, strict=True))
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def ring_rows(storage: Any, slot: Any, count: int, axes: int) -> Any:
+    """The `count` rows of a ring from `slot` on; its leaves have that many axes of 1 in front."""
+    take = partial(jnp.take, indices=slot + jnp.arange(count), axis=0, mode="wrap")
+    return jax.tree.map(lambda x: take(x.reshape(x.shape[axes:])), storage)
+
+
+class Vault:
+    """The experience of one run, in a folder that is made if it is not there.
+
+    Args:
+      path: the folder. Any number of processes may read, one may write. Linux and macOS.
+      item: as for `init` of the buffer, an item of one environment: arrays of any dtype.
+      num_envs: as for the buffer; None for a buffer of items.
+
+    ValueError if it holds other items or was damaged; TypeError for typed keys.
+    """
+
+    def __init__(self, path: Any, item: Any, num_envs: int | None = None) -> None:
+        if "key<" in str(describe(item)):
+            raise TypeError("the item has a typed key: store what jax.random.key_data gives for it")
+        row = lambda x: np.zeros((num_envs or 1, *jnp.shape(x)), jnp.result_type(x))  # noqa: E731
+        item, self.env = jax.tree.map(row, item), 0 if num_envs is None else slice(None)
+        self.path, self.leaves = Path(path).absolute(), describe(item)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.files = ts.KvStore.open({"driver": "file", "path": f"{self.path}/"}).result()
+        if not any(self.path.iterdir()):
+            self._count(0)
+        len(self)  # compares the leaves
+        self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
+        weakref.finalize(self, os.close, self.lock)
+        arrays = map(self._open, self.leaves, jax.tree.leaves(item))
+        self.arrays = jax.tree.unflatten(jax.tree.structure(item), arrays)
+
+    def _open(self, name: str, row: np.ndarray) -> Any:
+        """The array [rows, N, ...] of a leaf; its length is one that no run reaches."""
+        rows = min(max(CHUNK_BYTES // max(row.nbytes, 1), 1), CHUNK_ROWS)
+        chunks = {"chunk_shape": [rows, *(max(size, 1) for size in row.shape)]}
+        codecs = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
+        grid = {"name": "regular", "configuration": chunks}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{self.path}/{name}/"},
+            "dtype": row.dtype.name,
+            "metadata": {"chunk_grid": grid, "codecs": codecs},  # as those of what is there
+            "fill_missing_data_reads": False,  # a missing chunk is an error
+            "store_data_equal_to_fill_value": True,
+        }
+        return ts.open(spec, shape=[2**40, *row.shape], create=True, open=True).result()
+
+    def __len__(self) -> int:
+        """How many rows can be read."""
+        text, _, checksum = (self.path / "vault.json").read_bytes().rpartition(b"\n")
+        if checksum != b"%08x" % zlib.crc32(text):
+            raise ValueError(f"{self.path}/vault.json was damaged: its checksum is another")
+        about = json.loads(text)
+        if about["leaves"] != self.leaves:
+            raise ValueError(f"{self.path} holds {about['leaves']}, not {self.leaves}")
+        return about["rows"]
+
+    def _count(self, rows: int) -> None:
+        """Makes `rows` the number of rows that count; if it is killed, wholly or not at all."""
+        text = json.dumps({"leaves": self.leaves, "rows": rows}, indent=1).encode()
+        self.files["vault.json"] = text + b"\n%08x" % zlib.crc32(text)
+
+    def read(self, start: int, stop: int) -> Any:
+        """Rows `start` to `stop` - 1 as NumPy arrays [rows, N, ...], of items [rows, ...].
+
+        IndexError if they are not all there; ValueError that names the file that was damaged.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"rows {start} to {stop}, of a vault that has {len(self)}")
+        reads = jax.tree.map(lambda array: array[start:stop].read(), self.arrays)
+        return jax.tree.map(lambda read: read.result()[:, self.env], reads)
+
+    def write(self, state: Any) -> int:
+        """Appends the rows that `state` has and the vault has not; returns how many.
+
+        `state` is that of a `uniform_replay`, `prioritised_replay` or `circular_buffer`. After a
+        resume write the restored state first: it drops the vault's rows that came after it.
+
+        ValueError if rows were overwritten or popped before they were written, or if it is the
+        state of another run or buffer; BlockingIOError if another process writes.
+        """
+        try:  # until the process ends or forgets this vault
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"{self.path} is written by another process") from error
+        axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
+        ring, envs = jax.tree.leaves(state.storage)[0].shape[axes : axes + 2]
+        if (given := describe(state.storage, axes + 1)) != self.leaves:
+            raise ValueError(f"the state holds {given}, {self.path} {self.leaves}")
+        modulus = 2**30 // (ring * envs) * ring  # of the state's count of rows, as in buffers.py
+        rows, cursor, held = len(self), state.cursor.item(), state.size.item()
+        ahead = (cursor - rows + modulus // 2 - 1) % modulus - modulus // 2 + 1
+        known, new = rows + min(ahead, 0), max(ahead, 0)
+        if new > held:
+            gone = f"{new - held} rows are gone: {new} were added since the last write"
+            raise ValueError(f"{gone}, {held} are held; write before more than that are added")
+        same = min(COMPARED_ROWS, held - new, known)
+        count = same + new  # in pieces of 2**i rows, as `ring_rows` is compiled for each size
+        sizes, first = [2**i for i in range(30) if count >> i & 1] or [0], cursor - count
+        parts = [ring_rows(state.storage, first + (count & n - 1), n, axes) for n in sizes]
+        items = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))
+        equal = lambda x, y: x.tobytes() == y[:same].tobytes()  # noqa: E731
+        is_same = jax.tree.map(equal, self.read(known - same, known), items)
+        if rows and not (known > 0 and all(jax.tree.leaves(is_same))):
+            hint = "take a new path for a new run; after a resume write the restored state first"
+            raise ValueError(f"{self.path} has {rows} rows, which are of another run: {hint}")
+        write = lambda array, x: array[known : known + new].write(x[same:])  # noqa: E731
+        jax.tree.map(lambda put: put.result(), jax.tree.map(write, self.arrays, items))
+        self._count(known + new)
+        return new
