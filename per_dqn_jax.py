@@ -71,6 +71,8 @@ class Args:
     priority_epsilon: float = 1e-6  # added to abs(TD error): no transition is left out for good
     frame_stack: int = 1  # how many of an episode's last observations the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show them as they are
+    save_experience: bool = False  # keep all that the replay is given in the run's experience/
+    offline: str = ""  # such a folder: learn from it alone, without stepping an environment
 
 
 def prepare(x: jax.Array) -> jax.Array:
@@ -147,25 +149,36 @@ class DQN:
         require(discrete, f"DQN takes Discrete actions, not {action_space}")
         self.args, self.space, n = args, action_space, args.num_envs
         self.size = math.lcm(n, args.train_frequency)  # steps of an iteration
-        self.shape = self.size // n, n  # S, N
+        self.shape = 0 if args.offline else self.size // n, n  # S, N
         self.greedy = np.int32(-1)  # the noise without which there is no exploration
         self.example = Step(observation, self.greedy, np.float32(0), *[np.False_] * 3)
         self.network = QNetwork(int(action_space.n))
         self.unravel = ravel_pytree(self.network.init(jax.random.PRNGKey(0), observation[None]))[1]
         self.optimizer = optax.adam(args.learning_rate)
+        frame = observation[-1 if args.frame_stack > 1 else ...]
+        self.stored = self.example._replace(observation=frame)
         rows = max(math.ceil(args.buffer_size / n), args.frame_stack + args.n_step)
+        rows = len(self.vault(args.offline)) if args.offline else rows
         window: dict[str, Any] = dict(num_envs=n, sequence_length=args.frame_stack + args.n_step)
         self.replay = buffers.prioritised_replay(rows * n, args.priority_exponent, **window)
 
     def init(self, key: jax.Array) -> State:
         """The state before training."""
         params, _ = ravel_pytree(self.network.init(key, self.example.observation[None]))
-        frame = self.example.observation[-1 if self.args.frame_stack > 1 else ...]
-        replay = self.replay.init(self.example._replace(observation=frame))
+        replay = self.replay.init(self.stored)
         return State(params, params, self.optimizer.init(params), replay, jnp.int32(0))
+
+    def vault(self, path: Any) -> Any:
+        """The experience that is kept there."""
+        return importlib.import_module("vault").Vault(path, self.stored, self.args.num_envs)
 
     def restart(self, state: State) -> State:
         """The state where the environments start anew: no window goes on from the steps before."""
+        if self.args.offline:
+            vault, replay = self.vault(self.args.offline), state.replay
+            for i in range(0, len(vault), 4096):
+                replay = self.replay.add_batch(replay, vault.read(i, min(i + 4096, len(vault))))
+            return state._replace(replay=replay)
         is_step = state.replay.storage.is_step
         rows = (state.replay.cursor - 1 - np.arange(self.args.n_step)) % len(is_step)
         storage = state.replay.storage._replace(is_step=is_step.at[rows].set(False))
@@ -304,7 +317,7 @@ class EnvState(NamedTuple):
 class Training(NamedTuple):
     """All that changes and that a checkpoint holds; compiled [num_seeds, ...]."""
 
-    agent: State
+    agent: Any  # its State
     key: jax.Array
     current: jax.Array  # [2, N], return and length so far of the episodes that go on
     ended: jax.Array  # [3], number, returns, lengths of those that ended since the last point
@@ -422,7 +435,7 @@ def learn(alg: Algorithm, training: Training, rollout: Step, now: dict) -> tuple
     key, learn_key = jax.random.split(training.key)
     agent, metrics = alg.train_step(training.agent, rollout, now, learn_key)
     done, t = rollout.terminated | rollout.truncated, jnp.arange(alg.shape[0])[:, None]
-    end = jnp.max(jnp.where(done, t + 1, 0), axis=0)  # [N], of the last episode that ended
+    end = jnp.max(jnp.where(done, t + 1, 0), axis=0, initial=0)  # [N], of the last that ended
     new = jnp.stack([rollout.reward, rollout.is_step])
     current = jnp.where(end > 0, 0.0, training.current) + jnp.where(t >= end, new, 0.0).sum(axis=1)
     sums = jnp.sum(training.current - current, axis=1) + jnp.sum(new, axis=(1, 2))
@@ -485,7 +498,7 @@ def train_on_host(alg: Algorithm, run: Run, envs: Any, training: Training, steps
         yield steps[-1] + steps.step, *learning.result()[:2]
 
 
-def set_up(args: Args, run: Run, folder: Path) -> tuple[Algorithm, Any, Training]:
+def set_up(args: Args, run: Run, folder: Path) -> tuple[Any, Any, Training]:
     """The algorithm, FunctionalEnvs or None, and the state before training; checks the flags."""
     low = [k for k, x in (asdict(args) | asdict(run)).items() if type(x) is int and x < 1]
     require(not set(low) - {"seed", "eval_episodes"}, f"must be at least 1: {', '.join(low)}")
@@ -497,7 +510,8 @@ def set_up(args: Args, run: Run, folder: Path) -> tuple[Algorithm, Any, Training
     shape = (args.frame_stack, *space.shape) if args.frame_stack > 1 else space.shape
     observation = np.zeros(shape, np.uint8 if space.dtype == np.uint8 else np.float32)
     alg, n = Algorithm(args, observation, action_space), args.num_envs
-    env = None if spec.additional_wrappers else getattr(inner, "func_env", None)
+    on_host = spec.additional_wrappers or getattr(args, "offline", "")
+    env = None if on_host else getattr(inner, "func_env", None)
     envs, one = FunctionalEnvs(alg, env, spec.max_episode_steps), run.num_seeds == 1
     require(env or run.num_seeds == run.num_devices == 1, f"{run.env_id} trains one agent only")
 
@@ -553,6 +567,10 @@ def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Trainin
     if run.resume:
         training = manager.restore(begun, args=ocp.args.StandardRestore(training))
     (folder / "args.json").write_text(json.dumps({"run": asdict(run), "args": asdict(args)}))
+    vault = alg.vault(folder / "experience") if getattr(args, "save_experience", False) else None
+    require(vault is None or run.num_seeds == 1, "save_experience: only that of one agent is kept")
+    if vault is not None:  # of a run that is resumed it drops what came after the checkpoint
+        vault.write(training.agent.replay)
     log = start_log(run, folder, asdict(run) | asdict(args), begun)
     total, interval = args.total_timesteps, math.ceil(run.log_interval / alg.size) * alg.size
     steps, recent, start_time = range(begun, total, interval), deque[Any](), time.time()
@@ -582,6 +600,8 @@ def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Trainin
             first = jax.tree.map(lambda x: x[0], view) if envs else view
             evaluate(alg, run, first, 1, seed, f"{folder}/videos/{step}")
         log(step, metrics)
+        if vault is not None:
+            vault.write(training.agent.replay)
         if (stopped or is_due) and step != manager.latest_step():
             size = sum(x.nbytes for x in jax.tree.leaves(training))  # orbax fails in many lines
             require(shutil.disk_usage(folder).free > 2 * size, f"no space left, --resume {folder}")

@@ -1,7 +1,10 @@
 """docs/: each module there runs, each command has flags that exist."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from events import ROOT
@@ -79,3 +82,14 @@ def test_wrapped_libraries_train(library, name, env, tmp_path, monkeypatch):
     training, returns, _ = dqn_jax.train(args, run)
     assert (training.envs is not None) == (library == "gymnax")
     assert returns[0] >= 0
+
+
+RECIPES = (ROOT / "docs" / "recipes.md").read_text()
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", RECIPES, re.DOTALL))
+def test_recipes_run_as_they_stand(block):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-c", block]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -35,18 +35,22 @@ def text(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("dqn_jax", 600), ("per_dqn_jax", 620), ("ppo_jax", 740)]
+    ("name", "most"), [("dqn_jax", 620), ("per_dqn_jax", 640), ("ppo_jax", 760)]
 )
 def test_a_script_is_read_in_one_sitting(name, most):
     lines = text(name).splitlines()
     assert len(lines) <= most
     assert max(map(len, lines)) <= 100
     assert lines.count(MARK) == 1
-    assert len(lines) - lines.index(MARK) <= 355
+    assert len(lines) - lines.index(MARK) <= 365
 
 
-def test_the_algorithm_stands_in_the_first_245_lines():
-    assert text("dqn_jax").splitlines().index(MARK) <= 245
+def test_the_vault_is_short():
+    assert len(text("vault").splitlines()) <= 150
+
+
+def test_the_algorithm_stands_in_the_first_260_lines():
+    assert text("dqn_jax").splitlines().index(MARK) <= 260
 
 
 def test_below_the_mark_the_scripts_are_the_same_text():
