@@ -54,6 +54,7 @@ class Args:
     total_timesteps: int = 500_000  # steps of training
     num_envs: int = 1  # environments stepped together
     learning_rate: float = 2.5e-4  # step size of Adam
+    adam_epsilon: float = 1e-2  # added to what Adam divides by: steps of small gradients shrink
     buffer_size: int = 10_000  # steps that the replay buffer holds
     gamma: float = 0.99  # discount factor
     tau: float = 1.0  # how far the target network moves towards the online one at an update
@@ -151,7 +152,7 @@ class DQN:
         self.example = Step(observation, self.greedy, np.float32(0), *[np.False_] * 3)
         self.network = QNetwork(int(action_space.n))
         self.unravel = ravel_pytree(self.network.init(jax.random.PRNGKey(0), observation[None]))[1]
-        self.optimizer = optax.adam(args.learning_rate)
+        self.optimizer = optax.adam(args.learning_rate, eps=args.adam_epsilon)
         frame = observation[-1 if args.frame_stack > 1 else ...]
         self.stored = self.example._replace(observation=frame)
         rows = max(math.ceil(args.buffer_size / n), args.frame_stack + args.n_step)
@@ -230,9 +231,8 @@ class DQN:
 
     def train_step(self, state: State, rollout: Step, now: dict, key: jax.Array) -> tuple:
         """Stores a rollout [S, N] and makes the gradient steps: State, metrics."""
-        args, reward = self.args, rollout.reward
-        reward = jnp.sign(reward) if args.clip_rewards else reward
-        frame = rollout.observation[:, :, -1 if args.frame_stack > 1 else ...]
+        args, frame = self.args, rollout.observation[:, :, -1 if self.args.frame_stack > 1 else ...]
+        reward = jnp.sign(rollout.reward) if args.clip_rewards else rollout.reward
         stored = rollout._replace(observation=frame, reward=reward, next_observation=None)
         state = state._replace(replay=self.replay.add_batch(state.replay, stored))
         target_period = max(args.target_network_frequency // args.train_frequency, 1)

@@ -40,6 +40,7 @@ THRESHOLDS = {
     "Acrobot-v1": -100.0,
     "MountainCar-v0": -110.0,
     "phys2d/CartPole-v1": 475.0,
+    "LunarLander-v3": 200.0,
 }
 EPISODES = 100  # in the mean that a return is here
 RESAMPLES = 2_000
@@ -79,6 +80,8 @@ PUBLISHED: dict[tuple[str, str], dict[str, str]] = {
         "CleanRL": "-200.00 ± 0.00",
         "rl-baselines3-zoo": "-110.4 ± 19.5 (1M)",
     },
+    ("LunarLander-v3", "dqn"): {"rl-baselines3-zoo": "154.4 ± 79.2 (v2, 100k)"},
+    ("LunarLander-v3", "ppo"): {"rl-baselines3-zoo": "242.1 ± 31.8 (v2, 1M)"},
     ("HalfCheetah-v5", "ppo"): {"CleanRL": "1442.64 ± 46.03 (v4)"},
     ("Hopper-v5", "ppo"): {"CleanRL": "2382.86 ± 271.74 (v4)"},
     ("Walker2d-v5", "ppo"): {"CleanRL": "2287.95 ± 571.78 (v4)"},
@@ -105,7 +108,7 @@ def new_run(command: list[str], work: Path) -> Path:
         code = subprocess.run(
             command,
             cwd=work,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,

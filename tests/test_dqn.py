@@ -297,6 +297,14 @@ class PlainReplay:
         return *map(np.array, zip(*[x for x in found if x is not None], strict=True)), valid
 
 
+def test_small_gradients_make_small_steps():
+    """Kingma and Ba 2015, algorithm 1: the first step is learning rate * g / (abs(g) + epsilon)."""
+    alg = dqn_jax.Algorithm(Args(adam_epsilon=0.01, learning_rate=0.1), VECTOR, TWO)
+    gradient = jnp.array([1e-4, -0.01, 1.0])
+    step, _ = alg.optimizer.update(gradient, alg.optimizer.init(gradient))
+    np.testing.assert_allclose(step, -0.1 * gradient / (abs(gradient) + 0.01), rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
