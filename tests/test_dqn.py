@@ -749,7 +749,7 @@ def test_probe_value_with_double_q_and_soft_target():
 def test_image_probe():
     """uint8 images go through the Nature CNN, stay uint8 in the buffer, and can be learned from."""
     black, white = np.zeros((4, 36, 36), np.uint8), np.full((4, 36, 36), 255, np.uint8)
-    flags = dict(total_timesteps=600, batch_size=16, learning_rate=3e-4)
+    flags = dict(total_timesteps=600, batch_size=16, learning_rate=3e-4, adam_epsilon=1e-8)
     training, q = learned_q(dqn_jax, "ProbeImage-v0", np.stack([black, white]), PROBE, **flags)
     stored = training.agent.replay.storage
     assert stored.observation.dtype == jnp.uint8
