@@ -38,8 +38,8 @@ def describe(items: Any, axes: int = 0) -> dict[str, str]:
 @partial(jax.jit, static_argnums=(2, 3))
 def ring_rows(storage: Any, slot: Any, count: int, axes: int) -> Any:
     """The `count` rows of a ring from `slot` on; its leaves have that many axes of 1 in front."""
-    take = partial(jnp.take, indices=slot + jnp.arange(count), axis=0, mode="wrap")
-    return jax.tree.map(lambda x: take(x.reshape(x.shape[axes:])), storage)
+    rows = partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=count)
+    return jax.tree.map(lambda x: rows(x.reshape(x.shape[axes:])), storage)
 
 
 class Vault:
@@ -74,12 +74,14 @@ class Vault:
         rows = min(max(CHUNK_BYTES // max(row.nbytes, 1), 1), CHUNK_ROWS)
         chunks = {"chunk_shape": [rows, *(max(size, 1) for size in row.shape)]}
         codecs = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
-        grid = {"name": "regular", "configuration": chunks}
         spec = {
             "driver": "zarr3",
             "kvstore": {"driver": "file", "path": f"{self.path}/{name}/"},
             "dtype": row.dtype.name,
-            "metadata": {"chunk_grid": grid, "codecs": codecs},  # as those of what is there
+            "metadata": {
+                "chunk_grid": {"name": "regular", "configuration": chunks},
+                "codecs": codecs,
+            },
             "fill_missing_data_reads": False,  # a missing chunk is an error
             "store_data_equal_to_fill_value": True,
         }
@@ -132,18 +134,19 @@ class Vault:
         ahead = (cursor - rows + modulus // 2 - 1) % modulus - modulus // 2 + 1
         known, new = rows + min(ahead, 0), max(ahead, 0)
         if new > held:
-            gone = f"{new - held} rows are gone: {new} were added since the last write"
-            raise ValueError(f"{gone}, {held} are held; write before more than that are added")
+            raise ValueError(f"{new - held} rows are gone: write before {held + 1} more are added")
         same = min(COMPARED_ROWS, held - new, known)
-        count = same + new  # in pieces of 2**i rows, as `ring_rows` is compiled for each size
-        sizes, first = [2**i for i in range(30) if count >> i & 1] or [0], cursor - count
-        parts = [ring_rows(state.storage, first + (count & n - 1), n, axes) for n in sizes]
+        first, parts = cursor - same - new, list[Any]()
+        while first < cursor or not parts:  # in pieces of 2**i rows: each size is compiled
+            size = 2 ** min(cursor - first, ring - first % ring).bit_length() // 2
+            parts.append(ring_rows(state.storage, first % ring, size, axes))
+            first += size
         items = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))
         pairs = zip(*map(jax.tree.leaves, (self.read(known - same, known), items)), strict=True)
         equal = [[x.tobytes() == y.tobytes() for x, y in zip(*p, strict=False)] for p in pairs]
         if rows and not (known and (same == 0 or np.all(equal, axis=0).any())):
             hint = "take a new path for a new run; after a resume write the restored state first"
-            raise ValueError(f"{self.path} has {rows} rows, which are of another run: {hint}")
+            raise ValueError(f"{self.path} has {rows} rows of another run: {hint}")
         write = lambda array, x: array[known - same : known + new].write(x)  # noqa: E731
         jax.tree.map(lambda put: put.result(), jax.tree.map(write, self.arrays, items))
         self._count(known + new)
