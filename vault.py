@@ -74,14 +74,12 @@ class Vault:
         rows = min(max(CHUNK_BYTES // max(row.nbytes, 1), 1), CHUNK_ROWS)
         chunks = {"chunk_shape": [rows, *(max(size, 1) for size in row.shape)]}
         codecs = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
+        metadata = {"chunk_grid": {"name": "regular", "configuration": chunks}, "codecs": codecs}
         spec = {
             "driver": "zarr3",
             "kvstore": {"driver": "file", "path": f"{self.path}/{name}/"},
             "dtype": row.dtype.name,
-            "metadata": {
-                "chunk_grid": {"name": "regular", "configuration": chunks},
-                "codecs": codecs,
-            },
+            "metadata": metadata,
             "fill_missing_data_reads": False,  # a missing chunk is an error
             "store_data_equal_to_fill_value": True,
         }
@@ -92,8 +90,7 @@ class Vault:
         text, _, checksum = (self.path / "vault.json").read_bytes().rpartition(b"\n")
         if checksum != b"%08x" % zlib.crc32(text):
             raise ValueError(f"{self.path}/vault.json was damaged: its checksum is another")
-        about = json.loads(text)
-        if about["leaves"] != self.leaves:
+        if (about := json.loads(text))["leaves"] != self.leaves:
             raise ValueError(f"{self.path} holds {about['leaves']}, not {self.leaves}")
         return about["rows"]
 
