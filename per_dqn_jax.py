@@ -159,7 +159,7 @@ class DQN:
         frame = observation[-1 if args.frame_stack > 1 else ...]
         self.stored = self.example._replace(observation=frame)
         rows = max(math.ceil(args.buffer_size / n), args.frame_stack + args.n_step)
-        rows = len(self.vault(args.offline)) if args.offline else rows
+        rows = len(self.vault(Path(args.offline).resolve(strict=True))) if args.offline else rows
         window: dict[str, Any] = dict(num_envs=n, sequence_length=args.frame_stack + args.n_step)
         self.replay = buffers.prioritised_replay(rows * n, args.priority_exponent, **window)
 

@@ -61,7 +61,7 @@ class Vault:
         self.path, self.leaves = Path(path).absolute(), describe(item)
         self.path.mkdir(parents=True, exist_ok=True)
         self.files = ts.KvStore.open({"driver": "file", "path": f"{self.path}/"}).result()
-        if not any(self.path.iterdir()):
+        if not any(x.name == "vault.json" or x.is_dir() for x in self.path.iterdir()):
             self._count(0)
         len(self)  # compares the leaves
         self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)

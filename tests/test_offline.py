@@ -95,6 +95,10 @@ def test_offline_learns_the_values_of_what_is_there(module, tmp_path, monkeypatc
 
 
 def test_what_is_not_there_is_an_error(tmp_path):
+    missing = dqn_jax.Args(offline=str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="none"):  # which is told in one line
+        dqn_jax.Algorithm(missing, np.zeros(4, np.float32), TWO)
+    assert not (tmp_path / "none").exists()
     other = dqn_jax.Args(num_envs=3)
     alg = dqn_jax.Algorithm(other, np.zeros(4, np.float32), TWO)
     alg.vault(tmp_path)

@@ -218,6 +218,14 @@ def test_flipped_bits_of_what_describes_the_arrays(tmp_path):
     assert_holds(vault, 0, 40)
 
 
+def test_what_was_killed_as_it_began_is_begun_anew(tmp_path):
+    (tmp_path / "vault.json.__lock").touch()
+    assert len(Vault(tmp_path, ITEM, num_envs=2)) == 0
+    (tmp_path / "vault.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"vault\.json"):
+        Vault(tmp_path, ITEM, num_envs=2)  # there are arrays: nothing is counted anew
+
+
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):
     _, _, vault = filled(tmp_path)
     for path in [p for p in tmp_path.rglob("*") if p.name == "0"]:
