@@ -24,7 +24,7 @@ import numpy as np
 import tensorstore as ts
 
 CHUNK_BYTES, CHUNK_ROWS = 2**20, 2**14  # at most; appending to a chunk writes all of it
-COMPARED_ROWS = 16  # that are read and written again: one is the same if the run is
+PIECES = 4096, 256, 16, 1, 0  # rows that leave the ring at once: each size is compiled
 
 
 def describe(items: Any, axes: int = 0) -> dict[str, str]:
@@ -132,10 +132,10 @@ class Vault:
         known, new = rows + min(ahead, 0), max(ahead, 0)
         if new > held:
             raise ValueError(f"{new - held} rows are gone: write before {held + 1} more are added")
-        same = min(COMPARED_ROWS, held - new, known)
+        same = min(16, held - new, known)  # compared, written again: one is the same if the run is
         first, parts = cursor - same - new, list[Any]()
-        while first < cursor or not parts:  # in pieces of 2**i rows: each size is compiled
-            size = 2 ** min(cursor - first, ring - first % ring).bit_length() // 2
+        while first < cursor or not parts:
+            size = next(x for x in PIECES if x <= min(cursor - first, ring - first % ring))
             parts.append(ring_rows(state.storage, first % ring, size, axes))
             first += size
         items = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))

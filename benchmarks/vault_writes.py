@@ -1,0 +1,139 @@
+"""What a write to a vault takes, beside Flashbax's Vault and a plain file on the same disk.
+
+    pip install -e ".[bench,atari]" && python benchmarks/vault_writes.py
+
+Rows are added to a ring of each library in turn and written to its vault: steps of CartPole, of
+random numbers, and frames of Breakout as a random policy sees them (84x84 uint8). The first write
+of a vault compiles and is left out, the others go round the ring. A line of the table is a number
+of rows of a write: the median time of ours, of Flashbax's and of a file of the same bytes that is
+written and synchronised, Flashbax's time divided by ours, and what each takes on disk.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import flashbax
+import flashbax.vault
+import jax
+import jax.numpy as jnp
+import numpy as np
+from machine import header, table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import buffers
+import vault
+
+HEADS = ["environment", "rows", "MB", "ours ms", "Flashbax ms", "plain file ms", "Flashbax / ours"]
+
+
+def cartpole(rows: int) -> np.ndarray:
+    """Observations [rows, 4]."""
+    return np.random.default_rng(0).normal(size=(rows, 4)).astype(np.float32)
+
+
+def breakout(rows: int) -> np.ndarray:
+    """Observations [rows, 84, 84], of one environment after the other."""
+    from ale_py.vector_env import AtariVectorEnv
+
+    envs, random = AtariVectorEnv("breakout", num_envs=8, stack_num=1), np.random.default_rng(0)
+    frames: list[Any] = [envs.reset(seed=0)[0]]
+    while len(frames) * 8 < rows:
+        frames.append(envs.step(random.integers(4, size=8))[0])
+    return np.swapaxes(frames, 0, 1).reshape(-1, 84, 84)[:rows]
+
+
+def steps(observation: np.ndarray) -> dict[str, np.ndarray]:
+    """Items [rows, ...] with these observations."""
+    n, random = len(observation), np.random.default_rng(1)
+    action, done = random.integers(2, size=n, dtype=np.int32), random.random(n) < 0.01
+    return dict(observation=observation, action=action, reward=np.ones(n, np.float32), done=done)
+
+
+def measure(items: dict, writes: int, folder: Path) -> list[str]:
+    """Cells of the table for writes of these rows."""
+    rows, size = len(items["action"]), sum(x.nbytes for x in items.values())
+    item, ring = jax.tree.map(lambda x: x[0], items), rows * (writes - 1)
+    replay = buffers.uniform_replay(ring)
+    state, ours = replay.init(item), vault.Vault(folder / "ours", item)
+    peer = flashbax.make_trajectory_buffer(
+        add_batch_size=1,
+        sample_batch_size=1,
+        sample_sequence_length=2,
+        period=1,
+        min_length_time_axis=2,
+        max_length_time_axis=ring,
+    )
+    peer_state = peer.init(jax.tree.map(jnp.asarray, item))
+    peer_add = jax.jit(peer.add, donate_argnums=0)
+    theirs = flashbax.vault.Vault(
+        vault_name="theirs",
+        experience_structure=peer_state.experience,
+        rel_dir=str(folder),
+        vault_uid="",
+    )
+    raw, times = b"".join(x.tobytes() for x in items.values()), []
+    for i in range(writes):
+        now = jax.tree.map(lambda x, i=i: np.roll(x, i, axis=0), items)
+        state = jax.block_until_ready(replay.add_batch(state, now))
+        peer_state = jax.block_until_ready(
+            peer_add(peer_state, jax.tree.map(lambda x: x[None], now))
+        )
+        times.append(
+            [seconds(ours.write, state), seconds(theirs.write, peer_state), plain(raw, folder)]
+        )
+    assert len(ours) == rows * writes
+    ms = [1e3 * statistics.median(x) for x in zip(*times[1:], strict=True)]
+    ratio = statistics.median(b / a for a, b, _ in times[1:])
+    disk = [f"{on_disk(folder / name) / size / writes:.3f}" for name in ("ours", "theirs")]
+    return [f"{rows:,}", f"{size / 1e6:.2f}", *(f"{x:.1f}" for x in ms), f"{ratio:.1f}", *disk]
+
+
+def seconds(fn: Any, *args: Any) -> float:
+    """What a call takes."""
+    start = time.perf_counter()
+    fn(*args)
+    return time.perf_counter() - start
+
+
+def plain(raw: bytes, folder: Path) -> float:
+    """Seconds until the bytes are on the disk, in one file."""
+
+    def write() -> None:
+        with (folder / "plain").open("wb") as file:
+            file.write(raw)
+            os.fsync(file.fileno())
+
+    return seconds(write)
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes of its files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--writes", type=int, default=12, help="of each vault")
+    args = parser.parse_args()
+    print(header(["jax", "tensorstore", "flashbax", "numpy"])[0])
+    rows = []
+    for name, observations, sizes in (
+        ("CartPole", cartpole, (1_000, 10_000)),
+        ("Breakout", breakout, (1_000, 4_000)),
+    ):
+        for n in sizes:
+            with tempfile.TemporaryDirectory(dir=".") as folder:
+                cells = measure(steps(observations(n)), args.writes, Path(folder).absolute())
+            rows.append([name, *cells])
+    print(table([*HEADS, "ours on disk", "Flashbax's on disk"], rows))
+
+
+if __name__ == "__main__":
+    main()
