@@ -574,7 +574,7 @@ def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Trainin
     log = start_log(run, folder, asdict(run) | asdict(args), begun)
     total, interval = args.total_timesteps, math.ceil(run.log_interval / alg.size) * alg.size
     steps, recent, start_time = range(begun, total, interval), deque[Any](), time.time()
-    loop = train_compiled if envs else train_on_host
+    loop, score = (train_compiled if envs else train_on_host), math.nan
     intervals = loop(alg, run, envs, training, steps) if steps else [(begun, training, {})]
     every: Any = envs and jax.jit(jax.vmap(partial(envs.evaluate, n=run.eval_episodes, seed=seed)))
     bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
@@ -583,22 +583,22 @@ def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Trainin
         recent.append(np.asarray(training.ended).reshape(-1, 3))
         while (sum(recent) - recent[0])[:, 0].min() >= 100:
             recent.popleft()
-        number, returns, _ = sum(recent).T
-        returns = returns / np.where(number, number, np.nan)
         metrics["charts/SPS"] = sps = (step - begun or math.nan) / (time.time() - start_time)
-        bar.set_postfix_str(f"return {returns.mean():.1f}", refresh=False)
-        bar.update(interval)
-        if bar.disable and step % max(total // 20, 1) < interval:
-            print(f"{step:,} steps, {sps:,.0f} a second, return {returns.mean():.1f}", flush=True)
         is_due = step >= total or step % run.checkpoint_interval < interval
         view = alg.view(training.agent)
         if run.eval_episodes and is_due and not stopped:
             scores = every(view) if envs else evaluate(alg, run, view, run.eval_episodes, seed)
-            metrics["eval/episodic_return"] = np.mean(scores, axis=-1)
+            metrics["eval/episodic_return"] = score = np.mean(scores, axis=-1)
             tqdm.write(f"{step:,} steps: return {np.mean(scores):.1f} without exploration")
         if run.capture_video and is_due and not stopped:
             first = jax.tree.map(lambda x: x[0], view) if envs else view
             evaluate(alg, run, first, 1, seed, f"{folder}/videos/{step}")
+        number, returns, _ = sum(recent).T
+        returns = np.where(number, returns / np.maximum(number, 1), score)  # offline none ends
+        bar.set_postfix_str(f"return {returns.mean():.1f}", refresh=False)
+        bar.update(interval)
+        if bar.disable and step % max(total // 20, 1) < interval:
+            print(f"{step:,} steps, {sps:,.0f} a second, return {returns.mean():.1f}", flush=True)
         log(step, metrics)
         if vault is not None:
             vault.write(training.agent.replay)

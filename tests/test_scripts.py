@@ -157,10 +157,10 @@ def test_copied_with_buffers_alone_it_runs_and_its_events_can_be_read(name, tmp_
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    *progress, evaluation, last = done.stdout.strip().splitlines()
-    assert 15 <= len(progress) <= 20  # about every 5 percent
+    *progress, evaluation, newest, last = done.stdout.strip().splitlines()
+    assert 14 <= len(progress) <= 19  # with the newest about every 5 percent
     for word in ("steps", "a second", "return"):
-        assert word in progress[-1]
+        assert word in newest
     assert "without exploration" in evaluation
     (folder,) = (tmp_path / "runs").iterdir()
     assert last.startswith(f"{folder}: mean return of the last episodes ")
