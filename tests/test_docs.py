@@ -1,4 +1,4 @@
-"""docs/: each module there runs, each command has flags that exist."""
+"""README.md, docs/ and benchmarks/README.md: links lead somewhere, code runs, flags exist."""
 
 import os
 import re
@@ -6,34 +6,130 @@ import shlex
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
-from events import ROOT
+from events import ROOT, read_events
 
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+from vault import Vault
 
-PAGE = (ROOT / "docs" / "environments.md").read_text()
 SCRIPTS = {script.__name__: script for script in (dqn_jax, per_dqn_jax, ppo_jax)}
-MODULES = dict(re.findall(r"`(my_\w+)\.py`[^`]*?:\n\n```python\n(.*?)```", PAGE, re.DOTALL))
-JOINED = re.sub(r"\\?\n +", " ", PAGE)
-BLOCKS = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", JOINED, re.DOTALL)
-    for line in block.splitlines()
-]
-TEXT = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL).replace("\n", " ")
-INLINE = re.findall(r"`(python [^`]*)`", TEXT)
+FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
 
-@pytest.mark.parametrize("command", BLOCKS + INLINE)
-def test_commands_have_flags_that_exist(command):
-    python, script, *flags = shlex.split(command)
-    script = SCRIPTS[script.removesuffix(".py")]
-    assert python == "python"
-    names = {name for group in (script.Args, script.Run) for name in vars(group())}
-    given = {flag for flag in flags if flag.startswith("--")}
-    assert given <= {f"--{name.replace('_', '-')}" for name in names}
+def blocks(page, language):
+    """The blocks of code of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+def anchors(text):
+    """Those of the headings, as GitHub names them."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 250
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def commands(page):
+    """Those that start a script or a benchmark, in blocks and in the text."""
+    joined = re.sub(r" \\\n +", " ", PAGES[page])
+    text = re.sub(r"```.*?```", "", joined, flags=re.DOTALL).replace("\n", " ")
+    inside = re.findall(r"```bash\n(.*?)```", joined, re.DOTALL)
+    lines = [line for block in inside for line in block.splitlines()]
+    found = re.findall(r"`([^`]*python [^`]*\.py[^`]*)`", text) + lines
+    return [line.split("python ")[-1] for line in found if re.search(r"python \S+\.py", line)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_have_flags_that_exist(page):
+    for command in commands(page):
+        path, *flags = shlex.split(command)
+        given = {flag for flag in flags if flag.startswith("--")}
+        if script := SCRIPTS.get(path.removesuffix(".py")):
+            names = {name for group in (script.Args, script.Run) for name in vars(group())}
+            assert given <= {f"--{name.replace('_', '-')}" for name in names}, command
+        else:
+            source = (ROOT / path).read_text()
+            assert all(f'"{flag}"' in source for flag in given - {"--"}), command
+
+
+def flags(page):
+    """Those that a page's table names."""
+    rows = re.findall(r"^\| (`--[a-z-]+`(?:, `--[a-z-]+`)*) \|", PAGES[page], re.MULTILINE)
+    return re.findall(r"--([a-z-]+)", " ".join(rows))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_tables_of_flags_have_those_of_the_scripts(name):
+    script, page = SCRIPTS[name], f"docs/{name.removesuffix('_jax')}.md"
+    written = flags("docs/dqn.md") if name == "per_dqn_jax" else []
+    written += flags(page)
+    assert sorted(written) == sorted(x.replace("_", "-") for x in vars(script.Args()))
+    assert sorted(flags("docs/lasting.md")) == sorted(
+        x.replace("_", "-") for x in vars(script.Run())
+    )
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_tables_of_metrics_have_those_of_the_scripts(name):
+    source = (ROOT / f"{name}.py").read_text()
+    page = f"docs/{name.removesuffix('_jax')}.md"
+    tags = set(
+        re.findall(r"`((?:charts|losses|eval)/\w+)`", PAGES[page] + PAGES["docs/lasting.md"])
+    )
+    for tag in tags:
+        assert f'"{tag.split("/")[1]}"' in source or f'"{tag}"' in source, tag
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/buffers.md"])
+def test_the_example_runs(page):
+    names = {}
+    exec(blocks(page, "python")[0], names)
+    assert names["sample"].experience["observation"].shape == (128, 4)
+
+
+def test_the_vault_of_the_page_holds_the_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    replay = dqn_jax.buffers.uniform_replay(800, num_envs=8)
+    names = dict(Vault=Vault, item={"reward": 0.0})
+    steps = {"reward": jnp.arange(80.0).reshape(10, 8)}
+    names["state"] = replay.add_batch(replay.init(names["item"]), steps)
+    exec(blocks("docs/buffers.md", "python")[1], names)
+    assert names["steps"]["reward"].tolist() == steps["reward"].tolist()
+
+
+def test_train_is_called_from_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    (code,) = blocks("docs/lasting.md", "python")
+    exec(code.replace("20_000", "12_000"), names)
+    assert names["returns"].shape == (1,)
+    assert (names["folder"] / "args.json").exists()
+
+
+MODULES = {
+    name: code
+    for text in PAGES.values()
+    for name, code in re.findall(r"`(my_\w+)\.py`[^`]*?:\n\n```python\n(.*?)```", text, re.DOTALL)
+}
 
 
 def module(name, tmp_path, monkeypatch):
@@ -84,10 +180,7 @@ def test_wrapped_libraries_train(library, name, env, tmp_path, monkeypatch):
     assert returns[0] >= 0
 
 
-RECIPES = (ROOT / "docs" / "recipes.md").read_text()
-
-
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", RECIPES, re.DOTALL))
+@pytest.mark.parametrize("block", blocks("docs/recipes.md", "python"))
 def test_recipes_run_as_they_stand(block):
     if "import minari" in block:
         pytest.importorskip("minari")
@@ -95,3 +188,27 @@ def test_recipes_run_as_they_stand(block):
     command = [sys.executable, "-c", block]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_block_of_python_is_run_by_a_test():
+    ours = {"README.md": 1, "docs/buffers.md": 2, "docs/lasting.md": 1}
+    for page in PAGES:
+        others = [x for x in blocks(page, "python") if x not in MODULES.values()]
+        wanted = len(others) if page == "docs/recipes.md" else ours.get(page, 0)
+        assert len(others) == wanted, page
+
+
+def test_reference_runs_show_what_a_new_run_should_look_like():
+    folders = sorted((ROOT / "runs" / "reference").iterdir())
+    files = [file for folder in folders for file in folder.iterdir()]
+    assert sum(file.stat().st_size for file in files) < 5_000_000
+    found = {tuple(folder.name.split("__")[:2]) for folder in folders}
+    discrete = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3")
+    wanted = {(env, script) for env in discrete for script in SCRIPTS}
+    assert found >= wanted | {("Pendulum-v1", "ppo_jax")}
+    for folder in folders:
+        scalars, _ = read_events(folder)
+        own = "losses/td_loss" if "dqn" in folder.name else "losses/policy_loss"
+        for tag in ("charts/episodic_return", "charts/SPS", own):
+            assert scalars[tag], (folder.name, tag)
+        assert scalars["charts/SPS"][-1][0] >= 499_000
