@@ -16,18 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from scipy import stats
 
 import buffers
 
-hypothesis_settings = settings(
-    max_examples=100,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+
+def examples(percent):
+    """So many of the examples of the profile, see conftest.py."""
+    return settings(max_examples=settings.default.max_examples * percent // 100)
+
 
 # ----------------------------------------------------------------------------------------- helpers
 
@@ -177,7 +175,6 @@ circular_operations = st.lists(
 
 
 @pytest.mark.parametrize("cursor", [0, CIRCULAR_MODULUS - 9])
-@hypothesis_settings
 @given(operations=circular_operations)
 def test_circular_buffer_is_a_deque(cursor, operations):
     held, ids = deque(maxlen=5), count(1)
@@ -226,7 +223,6 @@ replay_operations = st.lists(
 
 @pytest.mark.parametrize("before_wrap", [None, 7])
 @pytest.mark.parametrize("shape", both(Windows(5), Windows(5, envs=3)), ids=describe)
-@hypothesis_settings
 @given(operations=replay_operations)
 def test_replay_holds_the_newest_rows(shape, before_wrap, operations):
     """Also over the wrap of the cursor: `indices` are unbounded here, and bounded in the buffer."""
@@ -282,7 +278,7 @@ SEQUENCES = both(
 
 @pytest.mark.parametrize("before_wrap", [None, 12])
 @pytest.mark.parametrize("shape", SEQUENCES, ids=describe)
-@settings(hypothesis_settings, max_examples=50)
+@examples(50)
 @given(added=st.lists(batches(4) | st.sampled_from([(1, None), (11, None)]), max_size=6))
 def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):
     replay = shape.replay()
@@ -476,7 +472,7 @@ def test_wrap_of_the_cursor_changes_nothing(shape):
     envs=st.sampled_from([None, 1, 3, 1000]),
     period=st.integers(1, 50),
 )
-@settings(hypothesis_settings, max_examples=300)
+@examples(300)
 def test_counters_stay_in_int32(max_size, envs, period):
     unit = (envs or 1) * period
     layout = buffers._layout(max(max_size // unit, 1) * unit, envs, None, period)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from scipy import stats
 from test_buffers import (
     Windows,
@@ -16,7 +16,7 @@ from test_buffers import (
     decode,
     describe,
     encode,
-    hypothesis_settings,
+    examples,
     start_at,
 )
 
@@ -310,7 +310,7 @@ tree_operations = st.lists(
 
 @pytest.mark.parametrize("before_wrap", [None, 12])
 @pytest.mark.parametrize("shape", TREE_SHAPES, ids=describe)
-@settings(hypothesis_settings, max_examples=15)
+@examples(15)
 @given(operations=tree_operations)
 def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
     """Against {id of the first item: priority} of all windows that can be drawn."""
