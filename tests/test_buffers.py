@@ -313,7 +313,7 @@ def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):
 # ------------------------------------------------------------------------------------ distribution
 
 
-@pytest.mark.parametrize("added", [[5], [12], [12, 7], [1, 30, 2]], ids=str)
+@pytest.mark.parametrize("added", [[5], [12], [12, 5], [5, 30, 5]], ids=str)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -421,7 +421,7 @@ def test_update_of_a_window_is_of_the_item_it_starts_at():
 def test_add_and_sample_is_add_batch_then_sample(shape):
     replay = shape.replay(donate=False)
     state = replay.add_batch(replay.init(encode(0)), encode(shape.ids(0, 3)))
-    for length in (2, 8, 19):
+    for length in (3, 8, 19):
         items = encode(shape.ids(100, length))
         actual = replay.add_and_sample(state, items, jax.random.key(length), 16)
         added = replay.add_batch(state, items)
@@ -447,7 +447,7 @@ def test_wrap_of_the_cursor_changes_nothing(shape):
     )
     moved = (shape.modulus - margin - 10 * shape.rows) * envs
     stale, total = [], 0
-    for step, length in enumerate([4, 5, 1, 3, 2, 6, 1, 1, 9, 3, 2]):
+    for step, length in enumerate([4, 4, 1, 4, 1, 4, 1, 1, 9, 4, 4]):  # each is compiled
         items, key = encode(shape.ids(total, length)), jax.random.key(step)
         total += length
         near, far = replay.add_batch(near, items), replay.add_batch(far, items)

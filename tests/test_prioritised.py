@@ -98,6 +98,7 @@ def priorities_of(state, capacity):
 # ------------------------------------------------------------------------------------ distribution
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
     ("size", "exponent", "draws", "at_once"),
     [(10, 0.6, 2**18, 2**12), (1_000, 1.0, 2**20, 2**14), (10**6, 0.6, 2**22, 2**16)],
@@ -122,6 +123,7 @@ def test_draws_are_in_proportion_to_priorities(size, exponent, draws, at_once):
     np.testing.assert_allclose(sample.probabilities, wanted, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("size", [10, 1_000, 10**6])
 def test_draws_of_a_batch_are_at_least_as_even_as_independent_ones(size):
     priorities, draws = spread(size, seed=1), 2**20
@@ -151,12 +153,15 @@ def dispersion(size, draws):
     return counts.var() / counts.mean()
 
 
+@pytest.mark.usefixtures("optimised")
 def test_ten_million_items_are_drawn_alike(monkeypatch):
     assert 0.99 < dispersion(10**7, 2 * 10**7) < 1.003
-    monkeypatch.setattr(buffers, "LEVELS_PER_DRAW", 100)  # one float32 a draw is too coarse
-    assert dispersion(10**7, 2 * 10**7) > 1.05
+    # One float32 a draw is too coarse, which 0.0005 of noise would not hide in few draws either.
+    monkeypatch.setattr(buffers, "LEVELS_PER_DRAW", 100)
+    assert dispersion(10**7, 5 * 10**6) > 1.0125
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("zeros", ["a tenth", "the last child of each node"])
 def test_an_item_of_priority_0_is_never_drawn(zeros):
     size = 100_003
@@ -179,6 +184,7 @@ def test_an_item_of_priority_0_is_never_drawn(zeros):
 # ----------------------------------------------------------------------------------------- the tree
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(("updates", "batch"), [(100_000, 8), (10_000, 64)])
 def test_a_hundred_thousand_updates_leave_no_error_behind(updates, batch):
     size = 2_999  # a prime: so that the positions of one batch differ
@@ -482,6 +488,7 @@ def updates_until_learnt(replay, is_prioritised, cap, at_once, seed):
     return int(run(state, jax.random.key(seed)))
 
 
+@pytest.mark.usefixtures("optimised")
 def test_the_blind_cliff_is_learnt_in_far_fewer_updates():
     """Schaul et al. 2016, section 3.1 and figure 1: one transition in 131,070 has a reward."""
     size, cap = 2 ** (STATES + 1) - 2, 1_000_000  # three seeds of uniform: 1.8, 3.2, 2.0 million
