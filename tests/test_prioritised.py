@@ -145,20 +145,20 @@ def test_a_batch_has_one_draw_from_each_equal_share():
         np.testing.assert_array_equal(drawn, np.repeat(np.arange(16), [1] * 8 + [3] * 8))
 
 
-def dispersion(size, draws):
+def dispersion(replay, state, draws):
     """The variance of the counts of equally likely items, over their mean: 1 for a Poisson."""
-    replay = buffers.prioritised_replay(size)
-    state = replay.add_batch(replay.init(0), jnp.arange(size))
-    counts = count_draws(replay, state, draws, 256, 4)[:size]
+    counts = count_draws(replay, state, draws, 256, 4)[: state.storage.size]
     return counts.var() / counts.mean()
 
 
 @pytest.mark.usefixtures("optimised")
 def test_ten_million_items_are_drawn_alike(monkeypatch):
-    assert 0.99 < dispersion(10**7, 2 * 10**7) < 1.003
+    replay = buffers.prioritised_replay(10**7)
+    state = replay.add_batch(replay.init(0), jnp.arange(10**7))
+    assert 0.99 < dispersion(replay, state, 2 * 10**7) < 1.003
     # One float32 a draw is too coarse, which 0.0005 of noise would not hide in few draws either.
     monkeypatch.setattr(buffers, "LEVELS_PER_DRAW", 100)
-    assert dispersion(10**7, 5 * 10**6) > 1.0125
+    assert dispersion(buffers.prioritised_replay(10**7), state, 5 * 10**6) > 1.0125
 
 
 @pytest.mark.usefixtures("optimised")
@@ -289,11 +289,13 @@ def test_new_items_get_the_largest_priority_ever_set():
 TREE_SHAPES = [
     Windows(7),
     Windows(9, length=3),
+    Windows(7, length=7),
     Windows(8, length=3, period=2),
     Windows(8, length=4, period=4),
     Windows(6, length=5, period=3),  # at times full with nothing to draw
     Windows(5, envs=3),
     Windows(6, envs=3, length=2),
+    Windows(6, envs=3, length=3, period=2),
     Windows(6, envs=2, length=1, period=3),
     Windows(40, envs=4, length=2, period=2),  # more than one level
 ]
