@@ -1,6 +1,7 @@
 """Mistakes: what is raised when tracing, when called, under checkify, and what jit does instead."""
 
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -517,6 +518,7 @@ DYNAMIC_MISTAKES = {
 }
 
 
+@cache  # so that tests share what is compiled
 def make(kind, **kwargs):
     return {
         "circular": lambda: buffers.circular_buffer(5, **kwargs),

@@ -19,19 +19,19 @@ class Transition(NamedTuple):
 PROTOTYPES = {
     "int": 3,
     "key": jax.random.key(0),
-    "bare array": np.zeros((4, 4), np.uint8),
-    "scalars": {"int": 3, "float": 3.0, "bool": True},
-    "dtypes": {
+    "zero-size": np.zeros((0, 2), np.float32),
+    "NamedTuple": Transition(np.zeros((2, 1), np.int8), (True, jax.random.key(0))),
+    "nested": {
+        "scalars": {"int": 3, "float": 3.0, "bool": True},
         "uint8": np.zeros((4, 4), np.uint8),
         "int8": np.zeros(2, np.int8),
         "bool": np.zeros(2, bool),
         "bfloat16": jnp.zeros(2, jnp.bfloat16),
         "complex64": jnp.zeros(2, jnp.complex64),
         "keys": jax.random.split(jax.random.key(0), 2),
+        "a": (1, [2.0, {"b": np.zeros((2, 1), np.float32)}]),
+        "none": None,
     },
-    "zero-size": np.zeros((0, 2), np.float32),
-    "nested": {"a": (1, [2.0, {"b": np.zeros((2, 1), np.float32)}]), "c": None},
-    "NamedTuple": Transition(np.zeros((2, 1), np.int8), (True, jax.random.key(0))),
 }
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from scipy import stats
-from test_buffers import as_mask, batches, decode, encode, hypothesis_settings, shift
+from test_buffers import as_mask, batches, decode, encode, examples, shift
 
 import buffers
 
@@ -41,7 +41,7 @@ def ids_of(kind, first, count):
 
 
 @pytest.mark.parametrize("kind", REPLAYS)
-@settings(hypothesis_settings, max_examples=40)
+@examples(40)
 @given(added=st.lists(batches(1, 4, 14), max_size=8))
 def test_each_cluster_holds_its_newest(kind, added):
     replay = REPLAYS[kind]

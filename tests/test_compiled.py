@@ -4,7 +4,6 @@ and known values.
 
 import json
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 
 import environments
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from events import read_events
 from gymnasium.experimental.functional import FuncEnv
-from jax.experimental.compilation_cache import compilation_cache
 
 import dqn_jax
 import per_dqn_jax
@@ -38,28 +36,6 @@ DQN_FLAGS = dict(
 PPO_FLAGS = dict(num_envs=4, num_steps=32, gamma=GAMMA, learning_rate=3e-3, ent_coef=0.0)
 SCRIPTS = [(dqn_jax, DQN_FLAGS), (per_dqn_jax, DQN_FLAGS), (ppo_jax, PPO_FLAGS)]
 IDS = ["dqn", "per_dqn", "ppo"]
-
-
-@contextmanager
-def kept_programs(folder):
-    """What is compiled once is kept in `folder`, for the scripts that are run as programs, too."""
-    values = {"compilation_cache_dir": str(folder), "persistent_cache_min_compile_time_secs": 0.0}
-    with pytest.MonkeyPatch.context() as patch:
-        before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in values}
-        for name, value in values.items():
-            patch.setenv(f"JAX_{name.upper()}", str(value))
-            jax.config.update(f"jax_{name}", value)
-        compilation_cache.reset_cache()
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kept_programs(tmp_path_factory):
-    with kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
 
 
 @pytest.fixture(autouse=True)

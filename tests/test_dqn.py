@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from events import compile_once, read_events  # noqa: F401  (a fixture of the module)
+from events import read_events
 from scipy.stats import chisquare
 
 import buffers

@@ -31,8 +31,8 @@ def test_stack_frames_is_what_a_loop_over_each_window_gives(count, length):
         rng.random((64, length)) < 0.7,
         rng.random((64, length)).astype(np.float32),
     )
-    windows = jax.tree.map(jnp.asarray, windows)
-    got = buffers.stack_frames(windows, count, windows.goes_on)
+    arrays = jax.tree.map(jnp.asarray, windows)
+    got = jax.device_get(buffers.stack_frames(arrays, count, arrays.goes_on))
     assert got.observation.shape == (64, length - count + 1, count, 2, 3)
     assert got.observation.dtype == jnp.uint8
     for b in range(64):

@@ -35,7 +35,8 @@ def test_against_a_slow_loop(n, once, jit):
     )
     mask = rng.random(shape) < 0.8
     fold = jax.jit(buffers.n_step_transition) if jit else buffers.n_step_transition
-    transition, discount, valid = fold(jax.tree.map(jnp.asarray, window), gamma, jnp.asarray(mask))
+    folded = fold(jax.tree.map(jnp.asarray, window), gamma, jnp.asarray(mask))
+    transition, discount, valid = jax.device_get(folded)
     after = window.observation["x"] if once else window.next_observation["x"]
     for b in range(batch):
         total, m, done = 0.0, 0, False

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from events import compile_once, read_events  # noqa: F401  (a fixture of the module)
+from events import read_events
 from test_dqn import (
     PROBE,
     PlainReplay,
