@@ -393,7 +393,7 @@ def memory(name: str, buffer: str, item: str, capacity: int) -> dict:
                 given = (x[0] for x in arguments(name, peer, 1))
                 taken = jax.block_until_ready(call(peer.state, *given))
                 peer = peer._replace(state=taken[0])
-                del taken
+                del call, given, taken
     peak = resident("VmHWM:") - before
     return dict(library=name, arrays=arrays / 1e6, resident=held / 1e6, peak=peak / 1e6)
 

@@ -144,7 +144,7 @@ def test_speed_and_time_to_threshold_of_a_run(tmp_path):
     # The points 20 to 29 are the first ten of 500.
     assert one.steps_to_threshold == 2700
     assert one.seconds_to_threshold == pytest.approx(10 + 270)
-    assert one.final_return == 500
+    assert one.final == 500
     two = training.read([tmp_path, tmp_path], start=990.0, threshold=501.0)
     assert two.second_half == pytest.approx(800)
     assert two.steps_to_threshold == float("inf")
