@@ -1,19 +1,28 @@
-"""What the benchmarks say of where they ran, and how they write it: each stands at its own top."""
+"""What the benchmarks share: where they ran, and how they sum up and write what they measured."""
 
+import ctypes
+import gc
 import importlib.metadata
 import json
 import os
 import platform
+import statistics
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for the buffers and the scripts, imported after this
 MISSING = "not installed"
 
 
-def memory_bytes() -> int:
-    """Physical memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def resident(field: str = "VmRSS:") -> int:
+    """Physical memory of this process once what is free has been given back; only on Linux."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(x.split()[1]) * 1024 for x in lines if x.startswith(field))
 
 
 def processor() -> str:
@@ -31,7 +40,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": processor(),
         "cores": len(affinity(0)) if affinity else os.cpu_count(),
-        "memory_gb": round(memory_bytes() / 1e9, 1),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
@@ -78,6 +87,18 @@ def finite(x: Any) -> Any:
     return x
 
 
+def spread(values: list[float], digits: int = 0) -> str:
+    """Median, least and most; only the median where they are all the same, or it is infinite."""
+    three = statistics.median(values), min(values), max(values)
+    median, low, high = ("never" if x == float("inf") else f"{x:,.{digits}f}" for x in three)
+    return median if median == "never" or three[1] == three[2] else f"{median} ({low} to {high})"
+
+
+def ratios(values: list[float], base: list[float]) -> list[float]:
+    """One by the other, repetition by repetition."""
+    return [x / y for x, y in zip(values, base, strict=True)]
+
+
 def line(cells: Iterable[str]) -> str:
     """One line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
@@ -86,3 +107,13 @@ def line(cells: Iterable[str]) -> str:
 def table(heads: list[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
     return "\n".join(map(line, [heads, ["---"] * len(heads), *rows]))
+
+
+def records(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of rows with the same keys; of a list the spread, of 0.0 nothing."""
+
+    def cell(x: Any) -> str:
+        number = f"{x:,.2f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
+        return spread(x, 2) if isinstance(x, list) else number if x else ""
+
+    return table(list(rows[0]), [map(cell, row.values()) for row in rows])

@@ -2,102 +2,53 @@
 
     pip install -e ".[bench]" && python benchmarks/replay_buffers.py --json buffers.json
 
-Prints the machine and the versions, then, for each buffer, operation, place and capacity, a line:
-our median, least and most over interleaved repetitions, and of each peer its median, and the
-median, least and greatest of its ratio to ours in the same repetition (above 1: ours is faster).
-Under it what compiling that operation in a loop takes and what memory the compiled loop needs
-beside the buffer, then the memory of each buffer: that of a process of its own, grown by filling
-it, and at most while each operation that it has runs once.
-
-Buffers are full, with the write position in the middle (the circular one is half full), of CartPole
-transitions or, with `--item image`, of one (32, 32, 3) float32 observation. A peer that is not
-installed has a cell that says so, an operation that it does not have an empty one. `--json` writes
-all of it, with the time of each repetition.
+A line for each buffer, operation, place and capacity: our median, least and most over interleaved
+repetitions, and of each peer its median, and the median, least and most of its ratio to ours in the
+same repetition (above 1: ours is faster). Then, of a loop of each operation, the time to compile it
+and the memory that it needs beside the buffer; and the memory of each buffer in a new process: of
+its arrays, what filling it adds to the process, and at most while each operation runs once. Buffers
+are full, with the write position in the middle; the circular one is half full.
 """
 
 import argparse
-import ctypes
-import gc
-import importlib.util
-import json
-import statistics
-import subprocess
-import sys
 import time
-import types
+from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from machine import MISSING, header, line, memory_bytes, table, write_json
+from machine import MISSING, header, line, ratios, records, resident, spread, table, write_json
 
 import buffers
 
-REPETITIONS = 15
-COMPILATIONS = 5
 BATCH = 256
-WINDOWS = 32  # drawn at once, of LENGTH steps each, of ENVS environments
-LENGTH = 8
-ENVS = 8
-CLUSTERS = 8
-AGENTS = 4  # of which `vmap` stacks the buffers, as the compiled scripts do
-REPETITION_SECONDS = 0.3  # of slow operations fewer calls are made in a repetition
-# NumPy, since `main` sets how JAX dispatches, which counts only before its first array.
-KEY = np.zeros(2, np.uint32)
+WINDOWS, LENGTH, ENVS = 32, 8, 8  # windows drawn at once, their steps, environments
+CLUSTERS, AGENTS = 8, 4  # agents: of which `vmap` stacks the buffers, as the compiled scripts do
+KEY = np.zeros(2, np.uint32)  # NumPy: before JAX's first array `main` sets how it dispatches
+STEP = dict(action=np.int32(1), reward=np.float32(1), terminated=np.array(False))
 ITEMS: dict[str, dict[str, Any]] = {
-    "cartpole": {
-        "observation": np.ones(4, np.float32),
-        "action": np.int32(1),
-        "reward": np.float32(1),
-        "next_observation": np.ones(4, np.float32),
-        "terminated": np.array(False),
-    },
+    "cartpole": STEP | dict.fromkeys(("observation", "next_observation"), np.ones(4, np.float32)),
     "image": {"observation": np.ones((32, 32, 3), np.float32)},
 }
+Naive = namedtuple("Naive", "storage weights cursor oldest size")  # weights: {"": [capacity]}
+# By its name calls has call(state, key, indices, priorities) -> (state, what was drawn) for each
+# operation; with `counts_on` the indices of new items go on to do so when others are overwritten.
+Peer = namedtuple("Peer", "state calls held counts_on")
 
 
-class Library(NamedTuple):
-    """What one library is measured on: one of its buffers."""
-
-    state: Any
-    # By name of the operation: call(state, key, indices, priorities) -> (state, what was drawn)
-    calls: dict[str, Callable[..., tuple[Any, Any]]]
-    first: Callable[[Any], int] = lambda state: 0  # the least index of an item that is held
-
-
-def stack(library: Library | None) -> Library | None:
-    """The loop of AGENTS agents, each with a prioritised buffer of its own, under `vmap`."""
-    if library is None:
-        return None
-    add, draw = library.calls["add 128"], library.calls["sample, set 256"]
-
-    def of_one(state: Any, key: Any, indices: Any, priorities: Any) -> tuple[Any, Any]:
-        return draw(add(state, key, indices, priorities)[0], key, indices, priorities)
-
-    of_all = jax.jit(jax.vmap(of_one, in_axes=(0, 0, None, None)), donate_argnums=0)
-
-    def call(state: Any, key: Any, indices: Any, priorities: Any) -> tuple[Any, Any]:
-        return of_all(state, jax.random.split(key, AGENTS), indices, priorities)
-
-    states = jax.tree.map(lambda x: jnp.stack([x] * AGENTS), library.state)
-    return Library(states, {"add 128, sample, set 256": call})
-
-
-def several(item: Any, count: int) -> Any:
-    """That many items, of all clusters in turn."""
-
-    def rows(x: Any) -> Any:
-        cluster = (jnp.arange(count) % CLUSTERS).reshape(count, *[1] * x.ndim)
-        return jnp.broadcast_to(cluster, (count, *x.shape)).astype(x.dtype)
-
-    return jax.tree.map(rows, item)
+def several(item: dict[str, Any], *lead: int) -> dict:
+    """Items [*lead, ...], of all clusters in turn."""
+    turns = np.arange(np.prod(lead)).reshape(lead) % CLUSTERS
+    shape = {name: turns.reshape(*lead, *[1] * x.ndim) for name, x in item.items()}
+    return {k: jnp.broadcast_to(shape[k], lead + x.shape).astype(x.dtype) for k, x in item.items()}
 
 
 def cluster_of(item: Any) -> Any:
@@ -107,535 +58,265 @@ def cluster_of(item: Any) -> Any:
 
 def raised(item: Any) -> Any:
     """What an update changes an item to."""
-    return jax.tree.map(lambda x: x ^ True if x.dtype == bool else x + 1, item)
+    return {name: x ^ True if x.dtype == bool else x + 1 for name, x in item.items()}
 
 
-def filled(state: Any, add_batch: Callable, block: Any, blocks: int = 15) -> Any:
-    """The state after so many blocks; 15 of a tenth end in the middle of a full buffer."""
-    for _ in range(blocks):
-        state = add_batch(state, block)
-    return state
-
-
-def steps(item: Any, count: int) -> Any:
-    """That many steps of ENVS environments: leaves [count, ENVS, ...]."""
-    rows = several(item, count * ENVS)
-    return jax.tree.map(lambda x: x.reshape(count, ENVS, *x.shape[1:]), rows)
-
-
-def jitted(replay: Any) -> Any:
-    """Its functions within jit, where mistakes in values are not looked for."""
-    static = {"sample": 2, "pop": 1, "update": 1, "add_and_sample": 3}
-    readers = {"sample", "get"}
-    names = {"add", "add_batch", "set_priorities", *static, *readers}
-    names = {name for name in names if getattr(replay, name, None)}
-    return replay._replace(
-        **{
-            name: jax.jit(
-                getattr(replay, name),
-                static_argnums=static.get(name, ()),
-                donate_argnums=() if name in readers else 0,
-            )
-            for name in names
-        }
-    )
-
-
-def ours_in_jit(buffer: str, item: Any, capacity: int) -> Library | None:
-    """The operations of buffers.py, called as those of Flashbax are."""
-    return ours(buffer, item, capacity, jitted)
-
-
-def ours(
-    buffer: str, item: Any, capacity: int, wrap: Callable = lambda replay: replay
-) -> Library | None:
-    """The operations of buffers.py."""
-    if buffer == "stack of prioritised":
-        return stack(ours("prioritised", item, capacity, wrap))
-    rows, mask = several(item, 128), jnp.arange(128) % 10 > 0
-    block = several(item, capacity // 10)
+def ours(buffer: str, capacity: int) -> dict:
+    """The functions of one of the buffers, as each library is to give them."""
     if buffer == "circular":
-        queue = wrap(buffers.circular_buffer(capacity))
-
-        def add_and_pop(s: Any, *_: Any) -> tuple[Any, Any]:
-            return queue.pop(queue.add_batch(s, rows), 128)
-
-        return Library(
-            filled(queue.init(item), queue.add_batch, block, 5),
-            {
-                "add 1": lambda s, *_: (queue.add(s, item), 0),
-                "add 128": lambda s, *_: (queue.add_batch(s, rows), 0),
-                "add 128, pop 128": add_and_pop,
-                "get 256": lambda s, _, i, __: (s, queue.get(s, i % (capacity // 2))),
-            },
-        )
-    if buffer.endswith("windows"):
-        prioritised = buffer.startswith("prioritised")
-        factory = buffers.prioritised_replay if prioritised else buffers.uniform_replay
-        windows: Any = wrap(factory(capacity, num_envs=ENVS, sequence_length=LENGTH))
-        step = jax.tree.map(lambda x: x[0], steps(item, 1))
-        return Library(
-            filled(windows.init(item), windows.add_batch, steps(item, capacity // ENVS // 10)),
-            {
-                "add 1 step": lambda s, *_: (windows.add(s, step), 0),
-                "sample 32": lambda s, key, *_: (s, windows.sample(s, key, WINDOWS)),
-            },
-        )
+        return buffers.circular_buffer(capacity)._asdict()
     if buffer == "clustered":
         inner = buffers.uniform_replay(capacity // CLUSTERS)
-        clustered = wrap(buffers.clustered_replay(CLUSTERS, inner, cluster_of))
-        return Library(
-            filled(clustered.init(item), clustered.add_batch, block),
-            {
-                "add 1": lambda s, *_: (clustered.add(s, item), 0),
-                "add 128": lambda s, *_: (clustered.add_batch(s, rows), 0),
-                "sample 256": lambda s, key, *_: (s, clustered.sample(s, key, BATCH)),
-            },
-        )
-    per = buffer == "prioritised"
-    replay: Any = wrap((buffers.prioritised_replay if per else buffers.uniform_replay)(capacity))
-
-    def sample_and_set(s: Any, key: Any, _: Any, priorities: Any) -> tuple[Any, Any]:
-        drawn = replay.sample(s, key, BATCH)
-        return replay.set_priorities(s, drawn.indices, priorities), drawn
-
-    calls: dict[str, Callable] = {
-        "add 1": lambda s, *_: (replay.add(s, item), 0),
-        "add 128": lambda s, *_: (replay.add_batch(s, rows), 0),
-        "add 128, masked": lambda s, *_: (replay.add_batch(s, rows, mask), 0),
-        "sample 256": lambda s, key, *_: (s, replay.sample(s, key, BATCH)),
-        "add 128 and sample 256": lambda s, key, *_: replay.add_and_sample(s, rows, key, BATCH),
-        "get 256": lambda s, _, i, __: (s, replay.get(s, i)),
-        "update 256": lambda s, _, i, __: (replay.update(s, raised, i), 0),
-        "update all": lambda s, *_: (replay.update(s, raised), 0),
-    }
-    if per:
-        calls |= {
-            "set 256": lambda s, _, i, p: (replay.set_priorities(s, i, p), 0),
-            "sample, set 256": sample_and_set,
-        }
-    return Library(
-        filled(replay.init(item), replay.add_batch, block),
-        calls,
-        lambda s: int(s.cursor - s.size),
-    )
+        return buffers.clustered_replay(CLUSTERS, inner, cluster_of)._asdict()
+    make = buffers.uniform_replay if buffer.startswith("uniform") else buffers.prioritised_replay
+    options: Any = dict(num_envs=ENVS, sequence_length=LENGTH) if buffer.endswith("windows") else {}
+    return make(capacity, **options)._asdict()
 
 
-def flashbax(buffer: str, item: Any, capacity: int) -> Library | None:
-    """Flashbax's buffers, jitted and with the state donated, as its README does."""
+def flashbax(buffer: str, capacity: int) -> dict:
+    """Flashbax's; in jit, items get the axes that it wants."""
     import flashbax as fbx
 
-    if buffer == "stack of prioritised":
-        return stack(flashbax("prioritised", item, capacity))
-    rows, one = several(item, 128), several(item, 1)
+    def adds(axes: Callable) -> Callable:
+        return lambda s, items: replay.add(s, jax.tree.map(axes, items))
 
-    def compiled(functions: Any) -> tuple[Callable, Callable]:
-        return jax.jit(functions.add, donate_argnums=0), jax.jit(functions.sample)
-
-    if buffer == "circular":
-        # [1, T, ...]: one environment, whose steps are the items.
-        time_major = partial(jax.tree.map, lambda x: x[None])
-        queue = fbx.make_trajectory_queue(capacity, 1, 128, 128)
-        add, _ = compiled(queue)
-        pop = jax.jit(queue.sample, donate_argnums=0)
-
-        def add_and_pop(s: Any, *_: Any) -> tuple[Any, Any]:
-            return pop(add(s, time_major(rows)))
-
-        state = filled(queue.init(item), add, time_major(several(item, capacity // 10)), 5)
-        return Library(state, {"add 128, pop 128": add_and_pop})
+    if buffer == "circular":  # one environment, whose steps are the items
+        replay: Any = fbx.make_trajectory_queue(capacity, 1, 128, 128)
+        own: dict = dict(add_batch=adds(lambda x: x[None]), pop=lambda s, _: replay.sample(s))
+        return own | dict(init=replay.init)
+    kind = "prioritised_" if buffer.startswith("prioritised") else ""
     if buffer.endswith("windows"):
-        sizes: Any = dict(
-            add_batch_size=ENVS,
-            sample_batch_size=WINDOWS,
-            sample_sequence_length=LENGTH,
-            period=1,
-            min_length_time_axis=LENGTH,
-            max_size=capacity,
-        )
-        prioritised = buffer.startswith("prioritised")
-        make: Any = (
-            fbx.make_prioritised_trajectory_buffer if prioritised else fbx.make_trajectory_buffer
-        )
-        windows = make(**sizes)
-        add, sample = compiled(windows)
-        batch_major = partial(jax.tree.map, lambda x: jnp.swapaxes(x, 0, 1))
-        step = batch_major(steps(item, 1))
-        block = batch_major(steps(item, capacity // ENVS // 10))
-        return Library(
-            filled(windows.init(item), add, block),
-            {
-                "add 1 step": lambda s, *_: (add(s, step), 0),
-                "sample 32": lambda s, key, *_: (s, sample(s, key)),
-            },
-        )
-    if buffer == "clustered":
-        return None
-    sizes = dict(max_length=capacity, min_length=1, sample_batch_size=BATCH, add_batches=True)
-    if buffer == "prioritised":
-        replay: Any = fbx.make_prioritised_item_buffer(**sizes, priority_exponent=0.6)
+        sizes = dict(add_batch_size=ENVS, sample_batch_size=WINDOWS, sample_sequence_length=LENGTH)
+        make = getattr(fbx, f"make_{kind}trajectory_buffer")
+        replay = make(**sizes, period=1, min_length_time_axis=LENGTH, max_size=capacity)
+        add, add_batch = adds(lambda x: x[:, None]), adds(lambda x: jnp.swapaxes(x, 0, 1))
     else:
-        replay = fbx.make_item_buffer(**sizes)
-    add, sample = compiled(replay)
-    calls: dict[str, Callable] = {
-        "add 1": lambda s, *_: (add(s, one), 0),
-        "add 128": lambda s, *_: (add(s, rows), 0),
-        "sample 256": lambda s, key, *_: (s, sample(s, key)),
-    }
-    if buffer == "prioritised":
-        put = jax.jit(replay.set_priorities, donate_argnums=0)
-
-        def sample_and_set(s: Any, key: Any, _: Any, priorities: Any) -> tuple[Any, Any]:
-            drawn = sample(s, key)
-            return put(s, drawn.indices, priorities), drawn
-
-        calls |= {
-            "set 256": lambda s, _, i, p: (put(s, i, p), 0),
-            "sample, set 256": sample_and_set,
-        }
-    return Library(filled(replay.init(item), add, several(item, capacity // 10)), calls)
+        make = getattr(fbx, f"make_{kind}item_buffer")
+        replay = make(max_length=capacity, min_length=1, sample_batch_size=BATCH, add_batches=True)
+        add, add_batch = adds(lambda x: x[None]), replay.add
+    own = dict(init=replay.init, add=add, add_batch=add_batch)
+    own |= dict(sample=lambda s, key, _: replay.sample(s, key))
+    return own | dict(set_priorities=getattr(replay, "set_priorities", None))
 
 
-def dejax(buffer: str, item: Any, capacity: int) -> Library | None:
+def dejax(buffer: str, capacity: int) -> dict:
     """Its buffers, patched for today's JAX: without jnp.alltrue, and checks left in jit."""
-    if buffer not in ("uniform", "clustered"):
-        return None
     import dejax as library
     from dejax import circular_buffer, clustered, uniform
 
-    no_checks = types.SimpleNamespace(check=lambda *_: None)
+    no_checks = SimpleNamespace(check=lambda *_: None)
     circular_buffer.checkify = uniform.checkify = clustered.checkify = no_checks
-    circular_buffer.jnp = types.SimpleNamespace(alltrue=jnp.all, logical_and=jnp.logical_and)
-    rows = several(item, 128)
+    circular_buffer.jnp = SimpleNamespace(alltrue=jnp.all, logical_and=jnp.logical_and)
+    size = capacity // (CLUSTERS if buffer == "clustered" else 1)
+    inner = replay = library.uniform_replay(size)
     if buffer == "clustered":
-        inner = library.uniform_replay(capacity // CLUSTERS)
         replay = library.clustered_replay(CLUSTERS, inner, cluster_of)
-    else:
-        replay = library.uniform_replay(capacity)
-    add, add_batch = (jax.jit(f, donate_argnums=0) for f in (replay.add_fn, replay.add_batch_fn))
-    sample = jax.jit(replay.sample_fn, static_argnums=2)
-    calls: dict[str, Callable] = {
-        "add 1": lambda s, *_: (add(s, item), 0),
-        "add 128": lambda s, *_: (add_batch(s, rows), 0),
-        "sample 256": lambda s, key, *_: (s, sample(s, key, BATCH)),
-    }
-    if buffer == "uniform":
-        update = jax.jit(replay.update_fn, static_argnums=1, donate_argnums=0)
-        calls |= {"update all": lambda s, *_: (update(s, raised), 0)}
-        block = several(item, capacity // 10)
-        return Library(filled(replay.init_fn(item), add_batch, block), calls)
-    # Filled directly: an add copies a cluster, so that filling would take minutes.
-    state = replay.init_fn(item)
-    inside = state.cluster_state_batch.storage
-    middle = jnp.full(CLUSTERS, capacity // CLUSTERS // 2)
-    full = inside.replace(
-        head=middle.astype(inside.head.dtype),
-        tail=jnp.copy(middle).astype(inside.tail.dtype),
-        full=jnp.ones(CLUSTERS, bool),
-    )
-    return Library(
-        state.replace(cluster_state_batch=state.cluster_state_batch.replace(storage=full)), calls
-    )
+
+    def init(item: Any) -> Any:
+        state, add_batch = inner.init_fn(item), jax.jit(inner.add_batch_fn)
+        for _ in range(15):
+            state = add_batch(state, several(item, size // 10))
+        if buffer == "uniform":
+            return state
+        # Copies of one that is full: `add` copies a cluster for each item, and takes long.
+        each = jax.tree.map(lambda x: jnp.stack([x] * CLUSTERS), state)
+        return replay.init_fn(item).replace(cluster_state_batch=each)
+
+    own = dict(init=init, add=replay.add_fn, add_batch=replay.add_batch_fn)
+    return own | dict(sample=replay.sample_fn, update=replay.update_fn)
 
 
-def numpy_of(item: Any) -> dict[str, np.ndarray]:
-    """An item for libraries that are not of JAX."""
-    return {name: np.asarray(x) for name, x in item.items()}
-
-
-def naive_numpy(buffer: str, item: Any, capacity: int) -> Library | None:
+def naive(buffer: str, capacity: int, xp: Any) -> dict:
     """What one writes by hand: an array for each field, `%`, and a cumulative sum of priorities."""
-    if buffer not in ("circular", "uniform", "prioritised"):
-        return None
-    one, rows = numpy_of(item), numpy_of(several(item, 128))
-    storage = {k: np.zeros((capacity, *x.shape), x.dtype) for k, x in one.items()}
-    for field in storage.values():
-        field[:] = 1
-    per, half = buffer == "prioritised", capacity // 2
-    weights, rng = np.ones(capacity if per else 0), np.random.default_rng(0)
-    cursor, oldest, size = half, 0, half if buffer == "circular" else capacity
+    in_numpy, prioritised, rng = xp is np, buffer == "prioritised", np.random.default_rng(0)
 
-    def add(items: dict[str, np.ndarray], count: int) -> Any:
-        nonlocal cursor, size, oldest
-        slots = cursor if count == 1 else (cursor + np.arange(count)) % capacity
-        for name, x in items.items():
-            storage[name][slots] = x
-        if per:
-            weights[slots] = 1
-        cursor, size = (cursor + count) % capacity, min(size + count, capacity)
+    def write(arrays: dict, slots: Any, values: dict) -> dict:
+        if not in_numpy:
+            return {name: x.at[slots].set(values[name]) for name, x in arrays.items()}
+        for name, x in arrays.items():
+            x[slots] = values[name]
+        return arrays
 
-    def get(slots: Any) -> dict[str, np.ndarray]:
-        return {name: x[slots] for name, x in storage.items()}
+    def init(item: Any) -> Naive:
+        storage = {name: xp.ones((capacity, *x.shape), x.dtype) for name, x in item.items()}
+        return Naive(storage, {"": xp.ones(capacity)} if prioritised else {}, 0, 0, 0)
 
-    def pop(count: int) -> dict[str, np.ndarray]:
-        nonlocal oldest, size
-        items = get((oldest + np.arange(count)) % capacity)
-        oldest, size = (oldest + count) % capacity, size - count
-        return items
+    def add(s: Naive, items: Any, count: int = 1) -> Naive:
+        slots = s.cursor if count == 1 else (s.cursor + xp.arange(count)) % capacity
+        size = min(s.size + count, capacity) if in_numpy else jnp.minimum(s.size + count, capacity)
+        written = write(s.storage, slots, items), write(s.weights, slots, {"": 1})
+        return Naive(*written, (s.cursor + count) % capacity, s.oldest, size)
 
-    def draw() -> np.ndarray:
-        if not per:
-            return rng.integers(size, size=BATCH)
-        sums = np.cumsum(weights)
-        return np.searchsorted(sums, rng.random(BATCH) * sums[-1], side="right") % capacity
+    def take(s: Naive, slots: Any) -> Any:
+        return {name: x[slots] for name, x in s.storage.items()}
 
-    def update(slots: Any) -> Any:
-        for x in storage.values():
-            x[slots] = ~x[slots] if x.dtype == bool else x[slots] + 1
-
-    def put(slots: Any, priorities: Any) -> Any:
-        weights[slots % capacity] = priorities**0.6
-
-    calls: dict[str, Callable] = {
-        "add 1": lambda s, *_: (s, add(one, 1)),
-        "add 128": lambda s, *_: (s, add(rows, 128)),
-    }
-    if buffer == "circular":
-        calls |= {
-            "add 128, pop 128": lambda s, *_: (s, (add(rows, 128), pop(128))),
-            "get 256": lambda s, _, i, __: (s, get((oldest + i % half) % capacity)),
-        }
-    else:
-        calls |= {
-            "sample 256": lambda s, *_: (s, get(draw())),
-            "add 128 and sample 256": lambda s, *_: (s, (add(rows, 128), get(draw()))),
-            "get 256": lambda s, _, i, __: (s, get(i % capacity)),
-            "update 256": lambda s, _, i, __: (s, update(i % capacity)),
-            "update all": lambda s, *_: (s, update(slice(None))),
-        }
-    if per:
-        calls |= {
-            "set 256": lambda s, _, i, p: (s, put(i, p)),
-            "sample, set 256": lambda s, _, __, p: (s, put(draw(), p)),
-        }
-    return Library((storage, weights), calls)
-
-
-class Naive(NamedTuple):
-    """The state of `naive_jax`."""
-
-    storage: Any  # [capacity, ...]
-    weights: Any  # [capacity]
-    cursor: Any
-    oldest: Any
-    size: Any
-
-
-def naive_jax(buffer: str, item: Any, capacity: int) -> Library | None:
-    """What one writes by hand: `.at[slots].set`, and a cumulative sum of priorities."""
-    if buffer not in ("circular", "uniform", "prioritised"):
-        return None
-    rows, per, half = several(item, 128), buffer == "prioritised", capacity // 2
-
-    def add_rows(s: Naive, items: Any) -> Naive:
-        count = len(jax.tree.leaves(items)[0])
-        slots = (s.cursor + jnp.arange(count)) % capacity
-        return s._replace(
-            storage=jax.tree.map(lambda x, y: x.at[slots].set(y), s.storage, items),
-            weights=s.weights.at[slots].set(1.0) if per else s.weights,
-            cursor=(s.cursor + count) % capacity,
-            size=jnp.minimum(s.size + count, capacity),
-        )
-
-    def get_rows(s: Naive, slots: Any) -> Any:
-        return jax.tree.map(lambda x: x[slots], s.storage)
-
-    def draw(s: Naive, key: Any) -> Any:
-        if not per:
-            slots = jax.random.randint(key, (BATCH,), 0, s.size)
+    def sample(s: Naive, key: Any, n: int) -> tuple[Any, Any]:
+        if prioritised:
+            sums = xp.cumsum(s.weights[""])
+            uniform = rng.random(n) if in_numpy else jax.random.uniform(key, (n,))
+            slots = xp.searchsorted(sums, uniform * sums[-1], side="right") % capacity
         else:
-            sums = jnp.cumsum(s.weights)
-            targets = jax.random.uniform(key, (BATCH,)) * sums[-1]
-            slots = jnp.searchsorted(sums, targets, side="right") % capacity
-        return slots, get_rows(s, slots)
+            randint = jax.random.randint
+            slots = rng.integers(s.size, size=n) if in_numpy else randint(key, (n,), 0, s.size)
+        return slots, take(s, slots)
 
-    def pop_rows(s: Naive) -> tuple[Naive, Any]:
-        items = get_rows(s, (s.oldest + jnp.arange(128)) % capacity)
-        return s._replace(oldest=(s.oldest + 128) % capacity, size=s.size - 128), items
+    def pop(s: Naive, n: int) -> tuple[Naive, Any]:
+        items = take(s, (s.oldest + xp.arange(n)) % capacity)
+        return s._replace(oldest=(s.oldest + n) % capacity, size=s.size - n), items
 
-    def update_rows(s: Naive, slots: Any) -> Naive:
-        changed = raised(get_rows(s, slots))
-        return s._replace(storage=jax.tree.map(lambda x, y: x.at[slots].set(y), s.storage, changed))
+    def update(s: Naive, fn: Callable, slots: Any = slice(None)) -> Naive:
+        return s._replace(storage=write(s.storage, slots, fn(take(s, slots))))
 
-    def put_rows(s: Naive, slots: Any, priorities: Any) -> Naive:
-        return s._replace(weights=s.weights.at[slots % capacity].set(priorities**0.6))
-
-    writer = partial(jax.jit, donate_argnums=0)
-    add, pop, update, put = (writer(f) for f in (add_rows, pop_rows, update_rows, put_rows))
-    update_all = writer(lambda s: s._replace(storage=raised(s.storage)))
-    add_and_sample = writer(lambda s, items, key: ((n := add_rows(s, items)), draw(n, key)))
-    get, sample = jax.jit(get_rows), jax.jit(draw)
-    one = jax.tree.map(lambda x: x[None], item)
-
-    def sample_and_set(s: Any, key: Any, _: Any, priorities: Any) -> tuple[Any, Any]:
-        slots, items = sample(s, key)
-        return put(s, slots, priorities), items
-
-    calls: dict[str, Callable] = {
-        "add 1": lambda s, *_: (add(s, one), 0),
-        "add 128": lambda s, *_: (add(s, rows), 0),
-    }
-    if buffer == "circular":
-        calls |= {
-            "add 128, pop 128": lambda s, *_: pop(add(s, rows)),
-            "get 256": lambda s, _, i, __: (s, get(s, (s.oldest + i % half) % capacity)),
-        }
-    else:
-        calls |= {
-            "sample 256": lambda s, key, *_: (s, sample(s, key)),
-            "add 128 and sample 256": lambda s, key, *_: add_and_sample(s, rows, key),
-            "get 256": lambda s, _, i, __: (s, get(s, i % capacity)),
-            "update 256": lambda s, _, i, __: (update(s, i % capacity), 0),
-            "update all": lambda s, *_: (update_all(s), 0),
-        }
-    if per:
-        calls |= {
-            "set 256": lambda s, _, i, p: (put(s, i, p), 0),
-            "sample, set 256": sample_and_set,
-        }
-    state = Naive(
-        storage=jax.tree.map(lambda x: jnp.ones((capacity, *x.shape), x.dtype), item),
-        weights=jnp.ones(capacity if per else 0),
-        cursor=jnp.int32(half),
-        oldest=jnp.int32(0),
-        size=jnp.int32(half if buffer == "circular" else capacity),
-    )
-    return Library(state, calls)
+    own: dict = dict(init=init, add=add, pop=pop, sample=sample, update=update)
+    own["add_batch"] = lambda s, rows: add(s, rows, len(rows["observation"]))
+    own["add_and_sample"] = lambda s, rows, k, n: ((s := add(s, rows, 128)), sample(s, k, n))
+    own["get"] = lambda s, i: take(s, (s.oldest + i) % capacity)
+    own["set_priorities"] = lambda s, i, p: s._replace(weights=write(s.weights, i, {"": p**0.6}))
+    return own | dict(indices_of=itemgetter(0))
 
 
-def stable_baselines3(buffer: str, item: Any, capacity: int) -> Library | None:
-    """Its ReplayBuffer of one environment; `add 128` is one of 128 environments."""
-    if buffer != "uniform":
-        return None
+def stable_baselines3(buffer: str, capacity: int) -> dict:
+    """Its ReplayBuffer of one environment, and for `add 128` one of 128 environments."""
     import gymnasium as gym
     from stable_baselines3.common.buffers import ReplayBuffer
 
-    observation = numpy_of(item)["observation"]
-    box = gym.spaces.Box(-1.0, 1.0, observation.shape)
-    states: dict[int, Any] = {}
-    rows: dict[int, tuple] = {}
-    for envs in (1, 128):
-        replay = ReplayBuffer(capacity, box, gym.spaces.Discrete(2), n_envs=envs, device="cpu")
-        replay.pos, replay.full = replay.buffer_size // 2, True
-        for field in vars(replay).values():
-            if isinstance(field, np.ndarray):
-                field[:] = 1  # memory that was never written to reads faster than other memory
-        x = np.tile(observation, (envs, *[1] * observation.ndim))
-        zeros = np.zeros(envs)
-        states[envs], rows[envs] = replay, (x, x, zeros.astype(int), zeros, zeros, [{}] * envs)
-    return Library(
-        states,
-        {
-            "add 1": lambda s, *_: (s, s[1].add(*rows[1])),
-            "add 128": lambda s, *_: (s, s[128].add(*rows[128])),
-            "sample 256": lambda s, *_: (s, s[1].sample(BATCH)),
-        },
-    )
+    rest: Any = {n: (np.zeros(n, int), np.zeros(n), np.zeros(n), [{}] * n) for n in (1, 128)}
+
+    def init(item: Any) -> dict[int, Any]:
+        spaces: Any = gym.spaces.Box(-1.0, 1.0, item["observation"].shape), gym.spaces.Discrete(2)
+        both = {n: ReplayBuffer(capacity, *spaces, device="cpu", n_envs=n) for n in rest}
+        for replay in both.values():
+            replay.pos, replay.full = replay.buffer_size // 2, True
+            for field in (x for x in vars(replay).values() if isinstance(x, np.ndarray)):
+                field.fill(1)  # memory that was never written to reads faster than other memory
+        return both
+
+    own: dict = dict(init=init, sample=lambda s, _, n: s[1].sample(n))
+    own["add"] = lambda s, x, n=1: (s[n].add(*[x["observation"]] * 2, *rest[n]), s)[1]
+    return own | dict(add_batch=partial(own["add"], n=128))
 
 
-def cpprb(buffer: str, item: Any, capacity: int) -> Library | None:
-    """Its ReplayBuffer and PrioritizedReplayBuffer, in C++."""
-    if buffer not in ("uniform", "prioritised"):
-        return None
+def cpprb(buffer: str, capacity: int) -> dict:
+    """Its ReplayBuffer and PrioritizedReplayBuffer, in C++, which change in place."""
     import cpprb as library
 
-    one, rows = numpy_of(item), numpy_of(several(item, 128))
-    shapes: Any = {
-        name: {"shape": x.shape, "dtype": x.dtype} if x.shape else {"dtype": x.dtype}
-        for name, x in one.items()
-    }
-    per = buffer == "prioritised"
-    if per:
-        replay = library.PrioritizedReplayBuffer(capacity, shapes, alpha=0.6)
-    else:
-        replay = library.ReplayBuffer(capacity, shapes)
-    block = numpy_of(several(item, capacity // 10))
-    for _ in range(15):
-        replay.add(**block)
-
-    def draw() -> dict[str, np.ndarray]:
-        return replay.sample(BATCH, beta=0.4) if per else replay.sample(BATCH)
-
-    calls: dict[str, Callable] = {
-        "add 1": lambda s, *_: (s, replay.add(**one)),
-        "add 128": lambda s, *_: (s, replay.add(**rows)),
-        "sample 256": lambda s, *_: (s, draw()),
-    }
-    if per:
-        calls |= {
-            "set 256": lambda s, _, i, p: (s, replay.update_priorities(i % capacity, p)),
-            "sample, set 256": lambda s, _, __, p: (
-                s,
-                replay.update_priorities(draw()["indexes"], p),
-            ),
-        }
-    return Library(replay, calls)
+    uniform = buffer == "uniform"
+    make = library.ReplayBuffer if uniform else partial(library.PrioritizedReplayBuffer, alpha=0.6)
+    own: dict = dict(sample=lambda s, _, n: s.sample(n) if uniform else s.sample(n, beta=0.4))
+    own["init"] = lambda item: make(
+        capacity, {k: {"shape": x.shape or 1, "dtype": x.dtype} for k, x in item.items()}
+    )
+    own["add"] = own["add_batch"] = lambda s, items: (s.add(**items), s)[1]
+    own["set_priorities"] = lambda s, i, priorities: (s.update_priorities(i, priorities), s)[1]
+    return own | dict(indices_of=itemgetter("indexes"))
 
 
-def memcpy(buffer: str, item: Any, capacity: int) -> Library | None:
+def memcpy(buffer: str, capacity: int) -> dict:
     """What the machine does at most: as many bytes as are drawn, copied from one place."""
-    if buffer not in ("uniform", "prioritised"):
-        return None
-    size = sum(x.nbytes for x in jax.tree.leaves(item))
-    storage = np.ones((capacity, size), np.uint8)
-    out = np.ones((BATCH, size), np.uint8)
 
-    def copy(s: Any, _: Any, indices: Any, __: Any) -> tuple[Any, Any]:
-        first = indices[0] % (capacity - BATCH)
-        np.copyto(out, storage[first : first + BATCH])
-        return s, 0
+    def init(item: Any) -> Any:
+        size = sum(x.nbytes for x in item.values())
+        return [np.ones((count, size), np.uint8) for count in (capacity, BATCH)]
 
-    return Library(storage, {"sample 256": copy})
+    def sample(s: Any, key: Any, n: int) -> None:
+        first = key[0] % (capacity - n)
+        np.copyto(s[1], s[0][first : first + n])
+
+    return dict(init=init, sample=sample)
 
 
-BUFFERS = (
-    "circular",
-    "uniform",
-    "prioritised",
-    "uniform windows",
-    "prioritised windows",
-    "stack of prioritised",
-    "clustered",
-)
-LIBRARIES: dict[str, Callable[[str, Any, int], Library | None]] = {
-    "ours": ours,
-    "ours_in_jit": ours_in_jit,
-    "naive_jax": naive_jax,
-    "naive_numpy": naive_numpy,
-    "flashbax": flashbax,
-    "dejax": dejax,
-    "stable_baselines3": stable_baselines3,
-    "cpprb": cpprb,
-    "memcpy": memcpy,
+STACK = "stack of prioritised"
+SET = ("set 256", "sample, set 256")
+BASIC = ("add 1", "add 128", "sample 256")
+ITEM = ("add 1", "add 128", "add 128, masked", "sample 256", "add 128 and sample 256", "get 256")
+BUFFERS: dict[str, tuple[str, ...]] = {
+    "circular": ("add 1", "add 128", "add 128, pop 128", "get 256"),
+    "uniform": (*ITEM, "update 256", "update all"),
+    "prioritised": (*ITEM, "update 256", "update all", *SET),
+    **dict.fromkeys(("uniform windows", "prioritised windows"), ("add 1 step", "sample 32")),
+    STACK: ("add 128, sample, set 256",),
+    "clustered": BASIC,
 }
-OWN = {"ours", "ours_in_jit", "naive_jax", "naive_numpy", "memcpy"}
-NUMPY = {"naive_numpy", "stable_baselines3", "cpprb", "memcpy"}
-ONLY_FROM_PYTHON = NUMPY | {"ours_in_jit"}  # inside scan all is in jit
+NAIVE = {k: sorted({*BUFFERS[k]} - {"add 128, masked"}) for k in [*BUFFERS][:3]}
+BASICS = {"uniform": BASIC, "prioritised": (*BASIC, *SET)}
+# Of each library what makes its functions, and what is measured of which of its buffers.
+PEERS: dict[str, tuple[Callable[..., dict], dict[str, Any]]] = {
+    "ours": (ours, BUFFERS),
+    "ours_in_jit": (ours, BUFFERS),
+    "naive_jax": (partial(naive, xp=jnp), NAIVE),
+    "naive_numpy": (partial(naive, xp=np), NAIVE),
+    "flashbax": (flashbax, BUFFERS | BASICS | {"circular": ["add 128, pop 128"], "clustered": []}),
+    "dejax": (dejax, {"uniform": (*BASIC, "update all"), "clustered": BASIC}),
+    "stable_baselines3": (stable_baselines3, {"uniform": BASIC}),
+    "cpprb": (cpprb, BASICS),
+    "memcpy": (memcpy, dict.fromkeys(BASICS, ("sample 256",))),
+}
+INSTALLED = ("flashbax", "dejax", "stable_baselines3", "cpprb")  # where they are
+FULL = ("dejax", "stable_baselines3", "memcpy")  # as `init` gives it
+NUMPY = ("naive_numpy", "stable_baselines3", "cpprb", "memcpy")
+ONLY_FROM_PYTHON = (*NUMPY, "ours_in_jit")  # inside scan all is in jit
+JITTED = ["add", "add_batch", "pop", "sample", "add_and_sample", "get", "update", "set_priorities"]
+STATIC = {"pop": 1, "sample": 2, "add_and_sample": 3, "update": 1}  # arguments, by number
+TITLES = {
+    "compile": "A loop of the operation inside scan: to trace and compile, and beside its buffer",
+    "memory": "MB of a full buffer: of its arrays, of its process, and at most while used",
+}
 
 
-def arguments(library: str, state: Library, capacity: int, count: int) -> Any:
+def make(name: str, buffer: str, item: dict[str, Any], capacity: int) -> Peer:
+    """That buffer of one library, full; all in JAX but ours is in jit, its state donated."""
+    library, operations = PEERS[name]
+    f: Any = library("prioritised" if buffer == STACK else buffer, capacity)
+    for k in () if name in (*NUMPY, "ours") else [k for k in JITTED if f.get(k)]:
+        donated = () if k in ("get", "sample") else 0
+        f[k] = jax.jit(f[k], static_argnums=STATIC.get(k, ()), donate_argnums=donated)
+    envs = (ENVS,) if buffer.endswith("windows") else ()
+    one, rows = several(item, *envs) if envs else item, several(item, 128)
+    block = several(item, capacity // 10 // (ENVS if envs else 1), *envs)
+    if name in NUMPY:
+        one, rows, block = jax.device_get((one, rows, block))
+    state, blocks = f["init"](item), 5 if buffer == "circular" else 15  # each a tenth of it
+    for _ in range(0 if name in FULL else blocks):
+        state = f["add_batch"](state, block)
+    add, add_batch, pop, sample, add_and_sample, get, update, put = map(f.get, JITTED)
+    mask, indices_of = jnp.arange(128) % 10 > 0, f.get("indices_of", lambda drawn: drawn.indices)
+    every: dict[str, Callable] = {
+        "add 1": lambda s, *_: (add(s, one), 0),
+        "add 1 step": lambda s, *_: (add(s, one), 0),
+        "add 128": lambda s, *_: (add_batch(s, rows), 0),
+        "add 128, masked": lambda s, *_: (add_batch(s, rows, mask), 0),
+        "add 128, pop 128": lambda s, *_: pop(add_batch(s, rows), 128),
+        "sample 256": lambda s, key, *_: (s, sample(s, key, BATCH)),
+        "sample 32": lambda s, key, *_: (s, sample(s, key, WINDOWS)),
+        "add 128 and sample 256": lambda s, key, *_: add_and_sample(s, rows, key, BATCH),
+        "get 256": lambda s, _, i, __: (s, get(s, i)),
+        "update 256": lambda s, _, i, __: (update(s, raised, i), 0),
+        "update all": lambda s, *_: (update(s, raised), 0),
+        "set 256": lambda s, _, i, p: (put(s, i, p), 0),
+        "sample, set 256": lambda s, k, _, p: (put(s, indices_of(x := sample(s, k, BATCH)), p), x),
+        "add 128, sample, set 256": lambda s, *x: every[SET[1]](add_batch(s, rows), *x),
+    }
+    if buffer == STACK:  # the loop of several agents, each with a buffer of its own
+        state = jax.tree.map(lambda x: jnp.stack([x] * AGENTS), state)
+        of_one, split = every[BUFFERS[STACK][0]], partial(jax.random.split, num=AGENTS)
+        of_all = jax.jit(jax.vmap(of_one, in_axes=(0, 0, None, None)), donate_argnums=0)
+        every[BUFFERS[STACK][0]] = lambda s, key, *x: of_all(s, split(key), *x)
+    calls, held = {k: every[k] for k in operations[buffer]}, min(blocks, 10) * capacity // 10
+    return Peer(state, calls, held, counts_on=library is ours and buffer in BASICS)
+
+
+def arguments(name: str, peer: Peer, count: int) -> Any:
     """Keys [count], indices of items held and priorities [count, B], for as many calls."""
-    first = state.first(state.state)
-    indices = jax.random.randint(KEY, (count, BATCH), first, first + capacity)
+    first = peer.state.cursor - peer.state.size if peer.counts_on else 0
+    indices = jax.random.randint(KEY, (count, BATCH), first, first + peer.held)
     priorities = jnp.abs(jax.random.normal(KEY, (count, BATCH))) + 1e-6
     calls = jax.block_until_ready((jax.random.split(KEY, count), indices, priorities))
-    return jax.device_get(calls) if library in NUMPY else calls
-
-
-def from_python(call: Callable, state: Any, calls: Any) -> tuple[Any, float]:
-    """The state after these calls, and microseconds a call."""
-    drawn: Any = 0
-    calls = list(zip(*map(list, calls), strict=True))
-    start = time.perf_counter()
-    for each in calls:
-        state, drawn = call(state, *each)
-    jax.block_until_ready((state, drawn))
-    return state, (time.perf_counter() - start) / len(calls) * 1e6
+    return jax.device_get(calls) if name in NUMPY else calls
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def scanned(call: Callable, state: Any, calls: Any) -> Any:
-    """All calls in one program, which uses all that they draw."""
+def inside_scan(call: Callable, state: Any, calls: Any) -> Any:
+    """The state after all calls in one program, and a sum of all that they draw."""
 
     def step(state: Any, each: Any) -> tuple[Any, Any]:
         state, drawn = call(state, *each)
@@ -645,277 +326,133 @@ def scanned(call: Callable, state: Any, calls: Any) -> Any:
     return jax.lax.scan(step, state, calls)
 
 
-def inside_scan(call: Callable, state: Any, calls: Any) -> tuple[Any, float]:
-    """As `from_python`, inside `scan`."""
-    start = time.perf_counter()
-    state, _ = jax.block_until_ready(scanned(call, state, calls))
-    return state, (time.perf_counter() - start) / len(calls[0]) * 1e6
-
-
 def calls_a_repetition(microseconds: float, most: int) -> int:
     """As many calls as a repetition has the time for: all, a tenth, or two."""
-    fits = (n for n in (most, most // 10) if n * microseconds < REPETITION_SECONDS * 1e6)
-    return next(fits, 2)
+    return next((n for n in (most, most // 10) if n * microseconds < 300_000), 2)
 
 
-def measure(
-    operation: str,
-    libraries: dict[str, Library],
-    how: Callable,
-    most: int,
-    capacity: int,
-    repetitions: int,
-) -> dict[str, list[float]]:
-    """Microseconds of each repetition of one operation, for each library that has it."""
-    left_out = ONLY_FROM_PYTHON - {"memcpy"} if how is inside_scan else set()
-    measured = [k for k, v in libraries.items() if operation in v.calls and k not in left_out]
-    times: dict[str, list[float]] = {library: [] for library in measured}
+def measure(operation: str, peers: dict[str, Peer], where: str, repetitions: int) -> dict:
+    """Microseconds a call in each repetition of one operation, for each library that has it."""
+    left_out = () if where == "Python" else set(ONLY_FROM_PYTHON) - {"memcpy"}
+    counts = {name: 2 for name, x in peers.items() if operation in x.calls and name not in left_out}
+    times: dict[str, list[float]] = {name: [] for name in counts}
 
-    def repeat(library: str, count: int) -> float:
-        own = libraries[library]
-        each = arguments(library, own, capacity, count)
-        run = from_python if library == "memcpy" else how
-        state, microseconds = run(own.calls[operation], own.state, each)
-        libraries[library] = own._replace(state=state)
+    def repeat(name: str) -> float:
+        state, call = peers[name].state, peers[name].calls[operation]
+        together = arguments(name, peers[name], counts[name])
+        each = list(zip(*map(list, together), strict=True))
+        start = time.perf_counter()
+        if where == "scan" and name != "memcpy":
+            state, drawn = inside_scan(call, state, together)
+        else:
+            for given in each:
+                state, drawn = call(state, *given)
+        jax.block_until_ready((state, drawn))
+        microseconds = (time.perf_counter() - start) / counts[name] * 1e6
+        peers[name] = peers[name]._replace(state=state)
         return microseconds
 
-    counts = {}
-    for library in measured:
-        repeat(library, 2)  # compiles
-        counts[library] = calls_a_repetition(repeat(library, 2), most)
-        repeat(library, counts[library])  # compiles the loop of that length
-    for _ in range(repetitions):
-        for library in measured:
-            times[library].append(repeat(library, counts[library]))
+    for name in counts:
+        repeat(name)  # compiles
+        counts[name] = calls_a_repetition(repeat(name), 300 if where == "Python" else 500)
+        repeat(name)  # compiles the loop of that length
+    for name in [*counts] * repetitions:
+        times[name].append(repeat(name))
     return times
 
 
-def compile_cost(
-    operation: str, libraries: dict[str, Library], capacity: int
-) -> dict[str, tuple[list[float], int]]:
-    """Of each library in JAX: seconds to trace and compile a loop of it, and bytes it needs.
-
-    The bytes are those beside its arguments and results: more than a few are a copy of something.
-    """
-    names = [k for k, v in libraries.items() if operation in v.calls and k not in ONLY_FROM_PYTHON]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    needed = dict.fromkeys(names, 0)
-    for _ in range(COMPILATIONS):
-        for name in names:
-            own = libraries[name]
-            each = arguments(name, own, capacity, 20)
-            jax.clear_caches()
-            start = time.perf_counter()
-            program = scanned.lower(own.calls[operation], own.state, each).compile()
-            seconds[name].append(time.perf_counter() - start)
-            analysis: Any = program.memory_analysis()  # None where a device has no such thing
-            needed[name] = analysis.temp_size_in_bytes if analysis else 0
-    return {name: (seconds[name], needed[name]) for name in names}
+def compile_cost(operation: str, peers: dict[str, Peer]) -> list[dict]:
+    """Of a loop of it, five times: seconds to trace and compile, MB beside its arguments."""
+    in_jax = [k for k, x in peers.items() if operation in x.calls and k not in ONLY_FROM_PYTHON]
+    costs: dict[str, dict] = {name: dict(library=name, seconds=[]) for name in in_jax}
+    for name in in_jax * 5:
+        peer, calls = peers[name], arguments(name, peers[name], 20)
+        jax.clear_caches()
+        start = time.perf_counter()
+        program: Any = inside_scan.lower(peer.calls[operation], peer.state, calls).compile()
+        costs[name]["seconds"].append(time.perf_counter() - start)
+        costs[name]["MB"] = program.memory_analysis().temp_size_in_bytes / 1e6
+    return list(costs.values())
 
 
-def resident(peak: bool = False) -> int:
-    """Bytes of physical memory of this process, now or at most so far; Linux only."""
-    field = "VmHWM:" if peak else "VmRSS:"
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(x.split()[1]) * 1024 for x in lines if x.startswith(field))
+def memory(name: str, buffer: str, item: str, capacity: int) -> dict:
+    """MB that a full buffer takes in this process, which must be new, and at most while used."""
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    for _ in range(2):  # the first one loads and compiles what a first use does
+        peer: Any = None  # before the next one is made
+        before = resident()
+        peer = make(name, buffer, jax.tree.map(jnp.asarray, ITEMS[item]), capacity)
+        if name == "stable_baselines3":  # its buffer for `add 128` does not count
+            del peer.state[128], peer.calls["add 128"]
+        held = resident() - before
+        arrays = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(peer.state))
+        for _ in range(2):  # the first time compiles
+            resident()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            for call in peer.calls.values():
+                given = (x[0] for x in arguments(name, peer, 1))
+                taken = jax.block_until_ready(call(peer.state, *given))
+                peer = peer._replace(state=taken[0])
+                del call, given, taken
+    peak = resident("VmHWM:") - before
+    return dict(library=name, arrays=arrays / 1e6, resident=held / 1e6, peak=peak / 1e6)
 
 
-def settled() -> int:
-    """`resident`, once what is free has been given back."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return resident()
-
-
-def memory(library: str, buffer: str, item: str, capacity: int) -> dict[str, int]:
-    """Bytes that a full buffer takes in this process, which must be new, and at most while used."""
-
-    def make() -> Library:
-        own = LIBRARIES[library](buffer, jax.tree.map(jnp.asarray, ITEMS[item]), capacity)
-        if own is None:
-            raise ValueError(f"{library} has no {buffer} buffer")
-        if library == "stable_baselines3":  # the second one, of 128 environments, does not count
-            del own.state[128], own.calls["add 128"]
-        return own
-
-    def use(own: Library) -> Library:
-        for call in own.calls.values():
-            each: Any = [x[0] for x in arguments(library, own, capacity, 1)]
-            state, drawn = jax.block_until_ready(call(own.state, *each))
-            own = own._replace(state=state)
-            del drawn
-        return own
-
-    use(make())  # loads and compiles what a first use does
-    before = settled()
-    own = make()
-    held = settled() - before
-    arrays = [x for x in jax.tree.leaves(own.state) if isinstance(x, jax.Array | np.ndarray)]
-    size = sum(x.nbytes for x in arrays)
-    del arrays
-    own = use(own)  # compiles, which takes memory as well
-    settled()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    use(own)
-    return {"arrays": size, "resident": held, "peak": resident(peak=True) - before}
-
-
-def memory_of_each(buffer: str, item: str, capacity: int, names: list[str]) -> dict[str, Any]:
-    """`memory` of each library, each in a process of its own."""
-    found: dict[str, Any] = {}
-    for name in names:
-        command = [sys.executable, __file__, "--memory-of", name, buffer, item, str(capacity)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"memory of {name}, {buffer}: {done.stderr.strip()[-300:]}", file=sys.stderr)
-        else:
-            found[name] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def spread(values: list[float]) -> str:
-    """Median, least and most."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def ratios(theirs: list[float], own: list[float]) -> list[float]:
-    """Theirs divided by ours, repetition by repetition."""
-    return [x / y for x, y in zip(theirs, own, strict=True)]
-
-
-def cells(times: dict[str, list[float]], peers: list[str], missing: set[str]) -> list[str]:
+def cells(times: dict[str, list[float]], peers: list[str], missing: list[str]) -> list[str]:
     """Our time; of each peer its median, and its ratio to ours."""
-    row = [spread(times["ours"])]
+    row = [spread(times["ours"], 2)]
     for peer in peers:
-        if peer in missing:
-            row += [MISSING, ""]
-        elif peer in times:
+        row += [MISSING if peer in missing else "", ""]
+        if peer in times:
             both = ratios(times[peer], times["ours"])
-            row += [f"{statistics.median(times[peer]):.2f}", spread(both)]
-        else:
-            row += ["", ""]
+            row[-2:] = f"{np.median(times[peer]):.2f}", spread(both, 2)
     return row
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="measure only buffers whose name starts so")
     parser.add_argument("--item", nargs="+", choices=ITEMS, default=["cartpole"])
     parser.add_argument("--capacities", nargs="*", type=int, default=[10**4, 10**5, 10**6])
-    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
-    parser.add_argument("--peers", nargs="*", choices=LIBRARIES, help="only these beside ours")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="only these beside ours")
     parser.add_argument("--times-only", action="store_true", help="no compile times, no memory")
     parser.add_argument("--json", type=Path, help="write all of it to this file")
-    parser.add_argument("--memory-of", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--async-dispatch",
-        action="store_true",
-        help="JAX's default on CPUs; without it programs run in the thread that calls them, as "
-        "the scripts of this repository have it",
-    )
     args = parser.parse_args()
-    jax.config.update("jax_cpu_enable_async_dispatch", args.async_dispatch)
-    if args.memory_of:
-        library, buffer, item, capacity = args.memory_of
-        print(json.dumps(memory(library, buffer, item, int(capacity))))
-        return
-    multiple = 10 * ENVS
-    for capacity in args.capacities:
-        if capacity % multiple:
-            near = max(multiple, round(capacity / multiple) * multiple)
-            parser.error(f"--capacities: multiples of {multiple}, got {capacity}: use {near}")
-    peers = [name for name in LIBRARIES if name != "ours" and name in (args.peers or LIBRARIES)]
-    missing = {name for name in peers if name not in OWN and not importlib.util.find_spec(name)}
-    for name in sorted(missing):
-        print(f"{name} is not installed: pip install -e '.[bench]'")
-    packages = ["jax", "jaxlib", "numpy", *(name for name in peers if name not in OWN)]
-    text, about = header(packages)
-    about["machine"]["device"] = jax.devices()[0].device_kind
-    about["machine"]["dispatch"] = "asynchronous" if args.async_dispatch else "synchronous"
-    print(f"{text}device {about['machine']['device']}, {about['machine']['dispatch']} dispatch")
-    print("microseconds, by capacity and item\n")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # as the scripts have it
+    peers = [name for name in PEERS if name != "ours" and name in (args.peers or PEERS)]
+    text, about = header(["jax", "jaxlib", "numpy", *(x for x in INSTALLED if x in peers)])
+    missing = [name for name, version in about["versions"].items() if version == MISSING]
+    print(f"{text}{jax.devices()[0].device_kind}\nmicroseconds, by capacity and item\n")
     heads = ["buffer", "operation", "from", "item", "capacity", "ours"]
     print(table([*heads, *(x for peer in peers for x in (peer, "ratio"))], []))
-    costs: list[dict[str, Any]] = []
-    times_of: list[dict[str, Any]] = []
-    memory_rows: list[dict[str, Any]] = []
-    for item_name, capacity in ((i, c) for i in args.item for c in args.capacities):
+    found: dict[str, list[dict]] = {"microseconds": [], "compile": [], "memory": []}
+    chosen = [name for name in BUFFERS if name.startswith(args.only)]
+    for item_name, capacity, buffer in product(args.item, args.capacities, chosen):
+        at = {"item": item_name, "capacity": capacity}
         item = jax.tree.map(jnp.asarray, ITEMS[item_name])
-        size = capacity * sum(x.nbytes for x in jax.tree.leaves(item))
-        if 13 * size > memory_bytes():
-            print(f"left out: {capacity:,} of {item_name} take {13 * size / 1e9:.0f} GB in all")
-            continue
-        for buffer in (name for name in BUFFERS if name.startswith(args.only)):
-            at = {"buffer": buffer, "item": item_name, "capacity": capacity}
-            present = [name for name in ("ours", *peers) if name not in missing]
-            made = {name: LIBRARIES[name](buffer, item, capacity) for name in present}
-            libraries = {name: library for name, library in made.items() if library}
-            for operation in libraries["ours"].calls:
-                if not args.times_only:
-                    cost = compile_cost(operation, libraries, capacity)
-                    costs += [
-                        at
-                        | {"operation": operation, "library": name}
-                        | {"seconds": seconds, "bytes": needed}
-                        for name, (seconds, needed) in cost.items()
-                    ]
-                    # What would take the memory of the machine is not run.
-                    for name, (_, needed) in cost.items():
-                        if needed > memory_bytes() / 4:
-                            del libraries[name].calls[operation]
-                for how, where, count in ((from_python, "Python", 300), (inside_scan, "scan", 500)):
-                    times = measure(operation, libraries, how, count, capacity, args.repetitions)
-                    row = [buffer, operation, where, item_name, f"{capacity:,}"]
-                    print(line([*row, *cells(times, peers, missing)]), flush=True)
-                    times_of += [
-                        at
-                        | {"operation": operation, "from": where, "library": name, "times": each}
-                        | {"median": statistics.median(each)}
-                        | {"ratio": statistics.median(ratios(each, times["ours"]))}
-                        for name, each in times.items()
-                    ]
-            names = list(libraries)
-            del made, libraries
-            gc.collect()
-            if not args.times_only and Path("/proc/self/clear_refs").exists():
-                in_process = [name for name in names if name not in ("ours_in_jit", "memcpy")]
-                for name, found in memory_of_each(buffer, item_name, capacity, in_process).items():
-                    memory_rows.append(at | {"library": name} | found)
-    if costs:
-        print(
-            "\nA loop of the operation inside scan: to trace and compile, and beside its buffer\n"
-        )
-        print(
-            table(
-                ["buffer", "operation", "item", "capacity", "library", "seconds", "MB"],
-                (
-                    [
-                        *(str(c[k]) for k in ("buffer", "operation", "item")),
-                        f"{c['capacity']:,}",
-                        c["library"],
-                        spread(c["seconds"]),
-                        f"{c['bytes'] / 1e6:.2f}",
-                    ]
-                    for c in costs
-                ),
-            )
-        )
-    if memory_rows:
-        print("\nMB of a full buffer: of its arrays, of its process, and at most while used\n")
-        kinds = ("arrays", "resident", "peak")
-        print(
-            table(
-                ["buffer", "item", "capacity", "library", *kinds],
-                (
-                    [m["buffer"], m["item"], f"{m['capacity']:,}", m["library"]]
-                    + [f"{m[kind] / 1e6:.1f}" if m[kind] else "" for kind in kinds]
-                    for m in memory_rows
-                ),
-            )
-        )
-    measured = {"microseconds": times_of, "compile": costs, "memory": memory_rows}
-    write_json(args.json, about | measured)
+        names = [x for x in ("ours", *peers) if x not in missing and PEERS[x][1].get(buffer)]
+        made = {name: make(name, buffer, item, capacity) for name in names}
+        for operation in BUFFERS[buffer]:
+            here = {"buffer": buffer, "operation": operation} | at
+            if not args.times_only:
+                found["compile"] += [here | cost for cost in compile_cost(operation, made)]
+            for where in ("Python", "scan"):
+                times = measure(operation, made, where, args.repetitions)
+                row = [buffer, operation, where, item_name, f"{capacity:,}"]
+                print(line([*row, *cells(times, peers, missing)]), flush=True)
+                each = [{"from": where, "library": k, "times": x} for k, x in times.items()]
+                found["microseconds"] += [here | x for x in each]
+        del made
+        if not args.times_only and Path("/proc/self/clear_refs").exists():
+            for name in (x for x in names if x not in ("ours_in_jit", "memcpy")):
+                with get_context("spawn").Pool(1) as new:
+                    took = new.apply(memory, (name, buffer, item_name, capacity))
+                found["memory"].append({"buffer": buffer} | at | took)
+    for name, title in TITLES.items():
+        if found[name]:
+            print(f"\n{title}\n\n{records(found[name])}")
+    write_json(args.json, about | found)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from machine import header, table, write_json
+from machine import ROOT, header, table, write_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).parent.parent
 THRESHOLDS = {
     "CartPole-v1": 475.0,
     "Acrobot-v1": -100.0,

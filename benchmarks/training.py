@@ -2,130 +2,55 @@
 
     pip install -e ".[bench]" && python benchmarks/training.py --json training.json
 
-Each configuration runs in a process of its own, in turns, as many rounds as `--rounds`; the round
-is the seed. Runs are kept in `--folder`: stopped and started again, it goes on. Prints a line for
-each configuration: environment steps per second of the whole run, compilation included, and of its
-second half, with the least and most of all rounds; their ratios to Stable-Baselines3 with the
-fewest environments, in the same round; which share the second half has of what the environments
-alone do with random actions; and the steps and seconds after which 100 episodes first had a mean
-return of the threshold, the start of the process included.
+Each configuration runs in a process of its own, in turns, `--rounds` times; the round is the seed.
+Runs are kept in `--folder`: stopped and started again, it goes on. A line for each: environment
+steps per second of the whole run, compilation included, and of its second half; their ratios to
+Stable-Baselines3 with the fewest environments, in the same round; which share the second half has
+of what the environments alone do with random actions; steps, and seconds since the process began,
+until 100 episodes had a mean return of the threshold. The peers have the hyperparameters of our
+scripts; but in DQN the Huber loss, and SBX's PPO does not clip the value loss.
 
     python benchmarks/training.py --only dqn_jax --add "dqn_jax, double" "dqn_jax.py --double-q"
 
-adds a configuration: a name, and a script of this repository with its flags, or any other command
-that writes charts/SPS and charts/episodic_return under runs/ and takes --seed and
---total-timesteps. `--only` keeps those whose name has one of these words in it.
-
-The peers take the hyperparameters of our scripts, which are CleanRL's; their loss is their own.
+adds a configuration: a script of this repository with its flags, or any other command that writes
+charts/SPS and charts/episodic_return under runs/ and takes --seed and --total-timesteps.
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import shlex
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+import timeit
+from collections import namedtuple
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
-from machine import MISSING, header, line, table, write_json
+from machine import MISSING, ROOT, header, ratios, spread, table, write_json
 from returns import THRESHOLDS, agents, curve, new_run, reached, scalars
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # for the scripts, where they are imported
+import ppo_jax
 
-PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
-NOTE = (
-    "Stable-Baselines3 and SBX minimise the Huber loss in DQN, ours and CleanRL's the squared "
-    "error: with these hyperparameters a Huber loss may diverge, and then never reach the "
-    "threshold. SBX's PPO does not clip the value loss, ours, CleanRL's and Stable-Baselines3's do."
-)
-SECONDS = 3.0  # that the environments alone are stepped
-
-
-class Configuration(NamedTuple):
-    """What is run: a script or a command with its flags."""
-
-    name: str
-    command: str
-    timesteps: int = 500_000
-
-
-def peer(library: str, algorithm: str, num_envs: int) -> Configuration:
-    """One of Stable-Baselines3 or SBX."""
-    name = {"sb3": "Stable-Baselines3", "sbx": "SBX"}[library]
-    command = f"benchmarks/training.py --peer {library} --algorithm {algorithm}"
-    return Configuration(
-        f"{name} {algorithm.upper()}, {environments(num_envs)}", f"{command} --num-envs {num_envs}"
-    )
-
-
-def script(name: str, num_envs: int, timesteps: int = 500_000) -> Configuration:
-    """One of ours."""
-    return Configuration(
-        f"{name}, {environments(num_envs)}", f"{name}.py --num-envs {num_envs}", timesteps
-    )
-
-
-def environments(num_envs: int) -> str:
-    """Words for the table."""
-    return f"{num_envs} environment{'s' if num_envs > 1 else ''}"
-
-
-def compiled(
-    name: str, num_envs: int, num_seeds: int = 1, timesteps: int = 500_000
-) -> Configuration:
-    """One of ours on a functional environment: not CartPole-v1's physics, the same size."""
-    agents = f", {num_seeds} agents" if num_seeds > 1 else ""
-    flags = f"--num-envs {num_envs} --num-seeds {num_seeds} --log-interval 10000"
-    return Configuration(
-        f"{name}, compiled, {environments(num_envs)}{agents}",
-        f"{name}.py --env-id phys2d/CartPole-v1 {flags}",
-        timesteps,
-    )
-
-
-# Where many environments make a run of 500,000 steps one of seconds, it is a longer one.
-CONFIGURATIONS = [
-    *(script("dqn_jax", n) for n in (1, 8, 64)),
-    *(script("per_dqn_jax", n) for n in (1, 8, 64)),
-    *(peer("sb3", "dqn", n) for n in (1, 8)),
-    *(peer("sbx", "dqn", n) for n in (1, 8)),
-    *(script("ppo_jax", n) for n in (1, 4, 8)),
-    script("ppo_jax", 64, 2_000_000),
-    *(peer("sb3", "ppo", n) for n in (4, 64)),
-    *(peer("sbx", "ppo", n) for n in (4, 64)),
-    compiled("dqn_jax", 10),
-    compiled("dqn_jax", 10, num_seeds=10),
-    compiled("per_dqn_jax", 10),
-    compiled("ppo_jax", 4, timesteps=2_000_000),
-    compiled("ppo_jax", 4, num_seeds=10),
-    compiled("ppo_jax", 64, timesteps=5_000_000),
+PEERS = {"sb3": ("Stable-Baselines3", "stable_baselines3"), "sbx": ("SBX", "sbx")}
+HEADS = [
+    *("configuration", "whole run", "ratio", "second half", "ratio", "of the environments alone"),
+    *("thousand steps to threshold", "seconds to it", "return at the end"),
 ]
-
-
-class Outcome(NamedTuple):
-    """What one run gave."""
-
-    whole: float  # environment steps per second of the run, of all agents together
-    second_half: float
-    steps_to_threshold: float  # infinity: never
-    seconds_to_threshold: float  # since the start of the process
-    final_return: float  # of the last points that hold 100 episodes
+Configuration = namedtuple("Configuration", "name command timesteps", defaults=[500_000])
+# Environment steps per second of all agents; infinity: never; seconds of the whole process.
+Outcome = namedtuple("Outcome", "whole second_half steps_to_threshold seconds_to_threshold final")
 
 
 def flag(command: str, name: str, default: str) -> str:
     """The value that a command gives a flag, or the default."""
-    words = shlex.split(command)
-    if name in words[:-1]:
-        return words[words.index(name) + 1]
-    values = [word.split("=", 1)[1] for word in words if word.startswith(f"{name}=")]
-    return values[-1] if values else default
+    words = shlex.split(command.replace(f"{name}=", f"{name} "))
+    return words[words.index(name) + 1] if name in words else default
 
 
 def num_envs_of(command: str) -> int:
@@ -133,291 +58,158 @@ def num_envs_of(command: str) -> int:
     return int(flag(command, "--num-envs", "4" if "ppo" in command else "1"))
 
 
-def algorithm_of(command: str) -> str:
-    """By the name of the script, or what a peer is asked for."""
-    return "ppo" if "ppo" in command else "dqn"
+def sized(name: str, command: str, num_envs: int, timesteps: int = 500_000) -> Any:
+    """That command with so many environments, and with the agents that it asks for."""
+    seeds = flag(command, "--num-seeds", "1")
+    name += f", {num_envs} environment" + "s" * (num_envs > 1)
+    name += f", {seeds} agents" * (seeds != "1")
+    return Configuration(name, f"{command} --num-envs {num_envs}", timesteps)
+
+
+# Compiled: not CartPole-v1's physics, the same size. Runs that would take seconds are longer.
+COMPILED = ".py --env-id phys2d/CartPole-v1 --log-interval 10000"
+PEER = "benchmarks/training.py --peer {} --algorithm {}"
+CONFIGURATIONS: list[Configuration] = [
+    *(sized(x, f"{x}.py", n) for x in ("dqn_jax", "per_dqn_jax") for n in (1, 8, 64)),
+    *(sized(f"{PEERS[x][0]} DQN", PEER.format(x, "dqn"), n) for x in PEERS for n in (1, 8)),
+    *(sized("ppo_jax", "ppo_jax.py", n) for n in (1, 4, 8)),
+    sized("ppo_jax", "ppo_jax.py", 64, 2_000_000),
+    *(sized(f"{PEERS[x][0]} PPO", PEER.format(x, "ppo"), n) for x in PEERS for n in (4, 64)),
+    *(sized("dqn_jax, compiled", "dqn_jax" + COMPILED + x, 10) for x in ("", " --num-seeds 10")),
+    sized("per_dqn_jax, compiled", "per_dqn_jax" + COMPILED, 10),
+    sized("ppo_jax, compiled", "ppo_jax" + COMPILED, 4, 2_000_000),
+    sized("ppo_jax, compiled", "ppo_jax" + COMPILED + " --num-seeds 10", 4),
+    sized("ppo_jax, compiled", "ppo_jax" + COMPILED, 64, 5_000_000),
+]
 
 
 def speed(steps: np.ndarray, times: np.ndarray) -> float:
     """Steps per second of the second half of a run, from its points of charts/SPS."""
     middle = int(np.searchsorted(steps, steps[-1] / 2))
     if middle >= len(steps) - 1:
-        raise ValueError(
-            f"expected two points of charts/SPS in the second half of a run, got {len(steps)} in "
-            "all: train for longer"
-        )
+        raise ValueError(f"too few points of charts/SPS, got {len(steps)} in all: train for longer")
     return float((steps[-1] - steps[middle]) / (times[-1] - times[middle]))
 
 
 def read(folders: list[Path], start: float, threshold: float) -> Outcome:
-    """The outcome of a process that started then, from the folders of its agents.
-
-    Agents trained together are one run: their speeds add up, and the time to the threshold is that
-    of the median one.
-    """
+    """The outcome of a process that started then: its agents' speeds added up, else the median."""
     each = []
     for folder in folders:
         points = scalars(folder, "charts/SPS")
-        if not points:
-            raise ValueError(f"{folder}: no point of charts/SPS: train for longer")
-        steps, values, times = np.array([(p.step, p.value, p.wall_time) for p in points]).T
-        to_threshold = seconds = float("inf")
-        final = float("nan")
-        returns = scalars(folder, "charts/episodic_return")
-        if returns:
-            learning = curve(folder)
-            to_threshold, final = reached(learning, threshold), float(learning.means[-1])
-        if to_threshold < float("inf"):
-            # A peer may log several points at a step: it was over after the last one.
-            last = int(np.searchsorted(learning.steps, to_threshold, side="right")) - 1
-            seconds = returns[last].wall_time - start
-        each.append(Outcome(float(values[-1]), speed(steps, times), to_threshold, seconds, final))
-    fields = [[getattr(one, name) for one in each] for name in Outcome._fields]
-    return Outcome(*map(sum, fields[:2]), *map(statistics.median, fields[2:]))
+        steps, times = np.array([(point.step, point.wall_time) for point in points]).T
+        learning, seconds = curve(folder), np.inf
+        hit = reached(learning, threshold)
+        if hit < np.inf:  # a peer may log several points at a step: it was over after the last one
+            last = int(np.searchsorted(learning.steps, hit, side="right")) - 1
+            seconds = scalars(folder, "charts/episodic_return")[last].wall_time - start
+        each.append((points[-1].value, speed(steps, times), hit, seconds, learning.means[-1]))
+    whole, second_half, *rest = zip(*each, strict=True)
+    return Outcome(sum(whole), sum(second_half), *map(np.median, rest))
 
 
 def run(configuration: Configuration, args: argparse.Namespace, seed: int) -> Outcome:
     """The outcome of one configuration, run by this unless it was before."""
-    env_id = flag(configuration.command, "--env-id", args.env_id)
-    total = args.total_timesteps or configuration.timesteps
-    given = {"--env-id": env_id, "--seed": str(seed), "--total-timesteps": str(total)}
-    words = shlex.split(configuration.command)
+    command, total = configuration.command, args.total_timesteps or configuration.timesteps
+    env_id, words = flag(command, "--env-id", args.env_id), shlex.split(command)
     if words[0].endswith(".py"):
         words = [sys.executable, str(ROOT / words[0]), *words[1:]]
-    # What the command itself says stands.
-    for name, value in given.items():
-        words += [] if flag(configuration.command, name, "") else [name, value]
-    label = re.sub(r"[^\w.]+", "-", f"{configuration.command} {env_id} {total}").strip("-")
+    for name, value in {"--env-id": env_id, "--seed": seed, "--total-timesteps": total}.items():
+        words += [] if flag(command, name, "") else [name, str(value)]  # what it says itself stands
+    label = re.sub(r"[^\w.]+", "-", f"{command} {env_id} {total}").strip("-")
     work = (args.folder / label / str(seed)).resolve()
     done = work / "done.json"
     if not done.exists():
         work.mkdir(parents=True, exist_ok=True)
         start = time.time()
         done.write_text(json.dumps({"start": start, "folder": new_run(words, work).name}))
-    found = json.loads(done.read_text())
-    folders = agents(work / "runs" / found["folder"])
-    return read(folders, found["start"], THRESHOLDS.get(env_id, float("inf")))
+    start, folder = json.loads(done.read_text()).values()
+    return read(agents(work / "runs" / folder), start, THRESHOLDS.get(env_id, np.inf))
 
 
-def environments_alone(env_id: str, num_envs: int, seconds: float = SECONDS) -> float:
-    """Environment steps per second with random actions, drawn before.
-
-    Made as the scripts make them. A functional environment is stepped inside a compiled program.
-    """
-    from ppo_jax import Args, Run, make_envs, set_up  # PPO takes any actions
-
-    run = Run(env_id=env_id)
-    _, functional, _ = set_up(Args(num_envs=num_envs), run, Path())
-    envs = make_envs(run, num_envs)
-    actions = [envs.action_space.sample() for _ in range(1_000)]
+def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> float:
+    """Environment steps per second with random actions; of functional environments compiled."""
+    run, args = ppo_jax.Run(env_id=env_id), ppo_jax.Args(num_envs=num_envs)  # takes any actions
+    envs, (_, functional, _) = ppo_jax.make_envs(run, num_envs), ppo_jax.set_up(args, run, Path())
+    actions = np.stack([envs.action_space.sample() for _ in range(1_000)])
     envs.reset(seed=0)
-
-    def walk() -> None:
-        for action in actions:
-            envs.step(action)
-
     if functional:
-        walk = functional_walk(functional, np.stack(actions))
-    walk()  # compiles, and does what is slow the first time only
-    steps, start = 0, time.perf_counter()
-    while (taken := time.perf_counter() - start) < seconds:
-        walk()
-        steps += len(actions) * num_envs
-    envs.close()
-    return steps / taken
+        functional.alg = SimpleNamespace(args=args, act=lambda *x: x[-1], to_env=lambda x: x)
+        key, collect = jax.random.PRNGKey(0), jax.jit(functional.collect)
+        state = functional.reset(key, num_envs)
+
+    def walk() -> Any:
+        if functional:
+            return jax.block_until_ready(collect(state, None, actions, key))
+        return [envs.step(action) for action in actions]
+
+    number = max(1, round(seconds / timeit.repeat(walk, number=1, repeat=2)[1]))  # [0] compiles
+    return number * len(actions) * num_envs / timeit.timeit(walk, number=number)
 
 
-def functional_walk(functional: Any, actions: np.ndarray) -> Callable[[], None]:
-    """What steps functional environments with these actions [S, N, ...], each time further on."""
-    import jax
-    import jax.numpy as jnp
-
-    from ppo_jax import FunctionalEnvs
-
-    given: Any = SimpleNamespace(act=lambda _, observation, action: action, to_env=lambda x: x)
-    envs = FunctionalEnvs(given, functional.env, functional.time_limit)
-
-    @jax.jit
-    def walk(state: Any, key: Any) -> tuple[Any, Any, Any]:
-        key, rollout_key = jax.random.split(key)
-        state, rollout = envs.collect(state, None, actions, rollout_key)
-        # The sum of all that was collected, without which the compiler leaves it out.
-        return state, key, sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(rollout))
-
-    key = jax.random.PRNGKey(0)
-    state = envs.reset(key, actions.shape[1])
-
-    def further() -> None:
-        nonlocal state, key
-        state, key, _ = jax.block_until_ready(walk(state, key))
-
-    return further
+FLAGS = {  # of ours those that the peers have, too, by their names
+    "dqn": "learning_rate buffer_size learning_starts batch_size tau gamma exploration_fraction "
+    "train_freq=train_frequency target_update_interval=target_network_frequency "
+    "exploration_initial_eps=start_e exploration_final_eps=end_e",
+    "ppo": "n_steps=num_steps n_epochs=update_epochs gamma gae_lambda clip_range=clip_coef "
+    "normalize_advantage=norm_adv ent_coef vf_coef max_grad_norm",
+}
 
 
 def train_peer(args: argparse.Namespace) -> None:
-    """Trains with Stable-Baselines3 or SBX, and logs as our scripts do."""
-    from stable_baselines3.common.callbacks import BaseCallback
+    """Trains with Stable-Baselines3 or SBX, with our hyperparameters and logs as ours."""
     from stable_baselines3.common.env_util import make_vec_env
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    name = f"{args.env_id.replace('/', '-')}__{args.peer}_{args.algorithm}"
-    writer = EventFileWriter(f"runs/{name}__{args.seed}__{int(time.time())}")
+    ours: Any = importlib.import_module(f"{args.algorithm}_jax").Args()
+    names = (name.split("=") for name in FLAGS[args.algorithm].split())
+    settings: dict = {name[0]: getattr(ours, name[-1]) for name in names}
+    if args.algorithm == "dqn":  # of all environments together as many gradient steps as with one
+        settings |= dict(gradient_steps=args.num_envs, policy_kwargs={"net_arch": [120, 84]})
+        own = {"max_grad_norm": np.inf}  # its default clips gradients, which CleanRL's does not
+    else:
+        settings |= dict(learning_rate=lambda remaining: ours.learning_rate * remaining)
+        settings["batch_size"] = ours.num_steps * args.num_envs // ours.num_minibatches
+        settings["policy_kwargs"] = {"ortho_init": True}
+        own = {"clip_range_vf": ours.clip_coef}
+    log = ppo_jax.start_log(ppo_jax.Run(), Path(f"runs/{args.peer}__{time.time():.0f}"), {}, 0)
     ended: list[dict[str, float]] = []  # episodes since the last point
 
-    class Log(BaseCallback):
-        """A point each 1,000 steps."""
-
-        start = 0.0
-
-        def _on_training_start(self) -> None:
-            self.start = time.time()
-
-        def _on_step(self) -> bool:
-            step = self.num_timesteps
-            ended.extend(x["episode"] for x in self.locals["infos"] if "episode" in x)
-            if step // 1_000 > (step - args.num_envs) // 1_000:
-                metrics = {"charts/SPS": step / (time.time() - self.start)}
-                if ended:
-                    metrics["charts/episodic_return"] = np.mean([x["r"] for x in ended])
-                    metrics["charts/episodic_length"] = np.mean([x["l"] for x in ended])
-                    ended.clear()
-                values = [Summary.Value(tag=tag, simple_value=x) for tag, x in metrics.items()]
-                point = Summary(value=values)
-                writer.add_event(Event(wall_time=time.time(), step=step, summary=point))
-            return True
+    def on_step(training: dict, _: dict) -> bool:
+        step = training["self"].num_timesteps
+        ended.extend(x["episode"] for x in training["infos"] if "episode" in x)
+        if step // 1_000 > (step - args.num_envs) // 1_000:
+            metrics, number = {"charts/SPS": step / (time.time() - start)}, len(ended) or np.nan
+            metrics["charts/episodic_return"] = sum(x["r"] for x in ended) / number
+            metrics["charts/episodic_length"] = sum(x["l"] for x in ended) / number
+            ended.clear()
+            log(step, metrics)  # without NaN
+        return True
 
     envs = make_vec_env(args.env_id, args.num_envs, args.seed)
-    settings = {"seed": args.seed, "device": "cpu"}
-    make = dqn_of if args.algorithm == "dqn" else ppo_of
-    make(args.peer, envs, args.num_envs, settings).learn(args.total_timesteps, callback=Log())
-    writer.close()
+    settings |= (own if args.peer == "sb3" else {}) | dict(seed=args.seed, device="cpu")
+    make = getattr(importlib.import_module(PEERS[args.peer][1]), args.algorithm.upper())
+    model, start = make("MlpPolicy", envs, **settings), time.time()
+    model.learn(args.total_timesteps, callback=on_step)
 
 
-def dqn_of(library: str, envs: Any, num_envs: int, settings: dict[str, Any]) -> Any:
-    """Its DQN with the hyperparameters of dqn_jax.py."""
-    import dqn_jax
-
-    ours = dqn_jax.Args()
-    settings |= dict(
-        policy_kwargs={"net_arch": [120, 84]},
-        learning_rate=ours.learning_rate,
-        buffer_size=ours.buffer_size,
-        learning_starts=ours.learning_starts,
-        batch_size=ours.batch_size,
-        tau=ours.tau,
-        gamma=ours.gamma,
-        # Counted in steps of all environments together: as many gradient steps as with one.
-        train_freq=ours.train_frequency,
-        gradient_steps=num_envs,
-        target_update_interval=ours.target_network_frequency,
-        exploration_fraction=ours.exploration_fraction,
-        exploration_initial_eps=ours.start_e,
-        exploration_final_eps=ours.end_e,
-    )
-    if library == "sbx":
-        import sbx
-
-        return sbx.DQN("MlpPolicy", envs, **settings)
-    import stable_baselines3
-
-    # Its default clips gradients, which CleanRL's does not.
-    return stable_baselines3.DQN("MlpPolicy", envs, max_grad_norm=float("inf"), **settings)
-
-
-def ppo_of(library: str, envs: Any, num_envs: int, settings: dict[str, Any]) -> Any:
-    """Its PPO with the hyperparameters of ppo_jax.py."""
-    import ppo_jax
-
-    ours = ppo_jax.Args()
-    settings |= dict(
-        learning_rate=lambda remaining: ours.learning_rate * remaining,
-        n_steps=ours.num_steps,
-        batch_size=ours.num_steps * num_envs // ours.num_minibatches,
-        n_epochs=ours.update_epochs,
-        gamma=ours.gamma,
-        gae_lambda=ours.gae_lambda,
-        clip_range=ours.clip_coef,
-        normalize_advantage=ours.norm_adv,
-        ent_coef=ours.ent_coef,
-        vf_coef=ours.vf_coef,
-        max_grad_norm=ours.max_grad_norm,
-    )
-    if library == "sbx":
-        import sbx
-
-        return sbx.PPO("MlpPolicy", envs, policy_kwargs={"ortho_init": True}, **settings)
-    import stable_baselines3
-
-    settings |= dict(clip_range_vf=ours.clip_coef)  # SBX does not clip the value
-    return stable_baselines3.PPO("MlpPolicy", envs, **settings)
-
-
-def is_missing(command: str) -> bool:
-    """Whether it is a peer that is not installed."""
-    import importlib.util
-
-    library = flag(command, "--peer", "")
-    return library in PEERS and not all(
-        importlib.util.find_spec(name) for name in {"stable_baselines3", PEERS[library]}
-    )
-
-
-def beside(configuration: Configuration, chosen: list[Configuration]) -> Configuration | None:
+def beside(configuration: Configuration, chosen: list[Configuration]) -> Any:
     """Stable-Baselines3's, with the same algorithm and the fewest of these environments."""
-    peers = [
-        c
-        for c in chosen
-        if "--peer sb3" in c.command
-        and algorithm_of(c.command) == algorithm_of(configuration.command)
-        and flag(c.command, "--env-id", "") == flag(configuration.command, "--env-id", "")
-    ]
+    env_id, ppo = flag(configuration.command, "--env-id", ""), "ppo" in configuration.command
+    peers = [c for c in chosen if "--peer sb3" in c.command and ("ppo" in c.command) == ppo]
+    peers = [c for c in peers if flag(c.command, "--env-id", "") == env_id]
     return min(peers, key=lambda c: num_envs_of(c.command), default=None)
 
 
-def spread(values: list[float], digits: int = 0) -> str:
-    """Median, least and most."""
-    median, low, high = statistics.median(values), min(values), max(values)
-    if median == float("inf"):
-        return "never"
-    most = "never" if high == float("inf") else f"{high:,.{digits}f}"
-    if low == high:
-        return f"{median:,.{digits}f}"
-    return f"{median:,.{digits}f} ({low:,.{digits}f} to {most})"
-
-
-def ratios(own: list[float], base: list[float]) -> list[float]:
-    """Round by round."""
-    return [x / y for x, y in zip(own, base, strict=True)]
-
-
-HEADS = [
-    *("configuration", "whole run", "ratio", "second half", "ratio", "of the environments alone"),
-    *("thousand steps to threshold", "seconds to it", "return at the end"),
-]
-
-
 def row(name: str, own: list[Outcome], base: list[Outcome], alone: list[float]) -> list[str]:
-    """A line of the table."""
-    cells = [name]
-    for field in ("whole", "second_half"):
-        values = [getattr(outcome, field) for outcome in own]
-        cells.append(spread(values))
-        theirs = [getattr(outcome, field) for outcome in base]
-        cells.append(spread(ratios(values, theirs), 2) if theirs else "")
-    share = ratios([outcome.second_half for outcome in own], alone)
-    return [
-        *cells,
-        f"{100 * statistics.median(share):.1f}%",
-        spread([outcome.steps_to_threshold / 1_000 for outcome in own]),
-        spread([outcome.seconds_to_threshold for outcome in own], 1),
-        spread([outcome.final_return for outcome in own], 1),
-    ]
+    cells, columns = [name], [list(x) for x in zip(*own, strict=True)]
+    for i, mine in enumerate(columns[:2]):
+        theirs = [outcome[i] for outcome in base]
+        cells += [spread(mine), spread(ratios(mine, theirs), 2) if base else ""]
+    cells += [f"{100 * np.median(ratios(columns[1], alone)):.1f}%"]
+    cells += [spread([steps / 1_000 for steps in columns[2]])]
+    return [*cells, spread(columns[3], 1), spread(columns[4], 1)]
 
 
 def main() -> None:
-    """Runs, reads, prints and writes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", default=[""], help="words, one of them in the name")
     parser.add_argument("--add", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
@@ -426,83 +218,37 @@ def main() -> None:
     parser.add_argument("--total-timesteps", type=int, help="of all, in place of their own")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "training")
     parser.add_argument("--json", type=Path, help="write all of it to this file")
-    # What the processes are told that this starts.
-    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
-    parser.add_argument("--algorithm", choices=["dqn", "ppo"], help=argparse.SUPPRESS)
-    parser.add_argument("--num-envs", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    for name, kind in {"peer": str, "algorithm": str, "num-envs": int, "seed": int}.items():
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)  # for `train_peer`
     args = parser.parse_args()
     if args.peer:
         return train_peer(args)
-    if args.alone:
-        print(environments_alone(args.env_id, args.num_envs))
-        return None
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    every = CONFIGURATIONS + [Configuration(*pair) for pair in args.add]
-    added = {name for name, _ in args.add}
-    chosen = [c for c in every if c.name in added or any(word in c.name for word in args.only)]
-    if not chosen:
-        parser.error(f"--only: no name has one of {args.only}: {', '.join(c.name for c in every)}")
+    chosen = [c for c in CONFIGURATIONS if any(word in c.name for word in args.only)]
+    chosen += [Configuration(*pair) for pair in args.add]
     packages = ["jax", "flax", "gymnasium", "numpy", "torch", "stable-baselines3", "sbx-rl"]
     text, about = header(packages)
     print(text)
-    present = [c for c in chosen if not is_missing(c.command)]
-    places = {
-        c.name: (flag(c.command, "--env-id", args.env_id), num_envs_of(c.command)) for c in present
-    }
-    outcomes: dict[str, list[Outcome]] = {c.name: [] for c in present}
-    alone: dict[tuple[str, int], list[float]] = {place: [] for place in places.values()}
+    missing = [f"--peer {k}" for k, x in PEERS.items() if not importlib.util.find_spec(x[1])]
+    present = [c for c in chosen if not any(peer in c.command for peer in missing)]
+    where = {c: (flag(c.command, "--env-id", args.env_id), num_envs_of(c.command)) for c in present}
+    outcomes: dict[Configuration, list[Outcome]] = {c: [] for c in present}
+    alone: dict[tuple[str, int], list[float]] = {place: [] for place in where.values()}
     for seed in range(1, args.rounds + 1):
-        for (env_id, num_envs), speeds in alone.items():
-            speeds.append(measured_alone(args.folder, env_id, num_envs, seed))
-        for configuration in present:
-            outcome = run(configuration, args, seed)
-            outcomes[configuration.name].append(outcome)
-            print(
-                f"round {seed}: {configuration.name}: {outcome.whole:,.0f} steps/s",
-                file=sys.stderr,
-                flush=True,
-            )
-    print(line(HEADS))
-    print(line(["---"] * len(HEADS)))
-    results = []
-    for configuration in chosen:
-        name = configuration.name
-        if name not in outcomes:
-            print(line([name, MISSING, *[""] * (len(HEADS) - 2)]))
-            results.append({"name": name, "missing": True})
-            continue
-        base = beside(configuration, present)
-        speeds = alone[places[name]]
-        print(line(row(name, outcomes[name], outcomes[base.name] if base else [], speeds)))
-        results.append(
-            configuration._asdict()
-            | {"rounds": [outcome._asdict() for outcome in outcomes[name]]}
-            | {"environments_alone": speeds, "ratio_to": base.name if base else None}
-        )
-    print("\nEnvironments alone, random actions, steps per second\n")
+        for place, speeds in alone.items():
+            with get_context("spawn").Pool(1) as new:
+                speeds.append(new.apply(environments_alone, place))
+        for c in present:
+            outcomes[c].append(run(c, args, seed))
+            print(f"round {seed}: {c.name}: {outcomes[c][-1].whole:,.0f} steps/s", file=sys.stderr)
+    rows = [[c.name, MISSING, *[""] * (len(HEADS) - 2)] for c in chosen]
+    for c in present:
+        base = outcomes.get(beside(c, present), [])
+        rows[chosen.index(c)] = row(c.name, outcomes[c], base, alone[where[c]])
+    print(f"{table(HEADS, rows)}\n\nEnvironments alone, random actions, steps per second\n")
     rows = [[env_id, str(n), spread(speeds)] for (env_id, n), speeds in alone.items()]
     print(table(["environment", "environments", "steps/s"], rows))
-    print(f"\n{NOTE}")
-    write_json(args.json, about | {"note": NOTE, "results": results})
-    return None
-
-
-def measured_alone(folder: Path, env_id: str, num_envs: int, seed: int) -> float:
-    """`environments_alone` in a process of its own, kept as the runs are."""
-    kept = folder / "alone" / f"{env_id.replace('/', '-')}-{num_envs}-{seed}"
-    if not kept.exists():
-        command = [sys.executable, __file__, "--alone", "--env-id", env_id]
-        done = subprocess.run(
-            [*command, "--num-envs", str(num_envs)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(done.stdout.splitlines()[-1])
-    return float(kept.read_text())
+    results = [c._asdict() | {"rounds": [x._asdict() for x in outcomes[c]]} for c in present]
+    return write_json(args.json, about | {"results": results, "alone": list(alone.items())})
 
 
 if __name__ == "__main__":

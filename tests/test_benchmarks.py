@@ -144,7 +144,7 @@ def test_speed_and_time_to_threshold_of_a_run(tmp_path):
     # The points 20 to 29 are the first ten of 500.
     assert one.steps_to_threshold == 2700
     assert one.seconds_to_threshold == pytest.approx(10 + 270)
-    assert one.final_return == 500
+    assert one.final == 500
     two = training.read([tmp_path, tmp_path], start=990.0, threshold=501.0)
     assert two.second_half == pytest.approx(800)
     assert two.steps_to_threshold == float("inf")
@@ -202,19 +202,27 @@ def test_ratios_are_repetition_by_repetition():
     assert replay_buffers.calls_a_repetition(1e6, 500) == 2
 
 
-def test_naive_buffers_hold_what_is_added():
-    def drawn(library, operation):
-        own = library("circular", ITEM, 320)
-        indices = np.arange(replay_buffers.BATCH) % 160
-        state = own.state
-        for _ in range(2):  # 160 are held, of which the last 160 that were added are left
-            state, _ = own.calls["add 128, pop 128"](state, None, None, None)
-        return own.calls[operation](state, None, indices, None)[1]["action"][:8]
+@pytest.mark.parametrize("name", ["ours", "naive_jax", "naive_numpy"])
+def test_buffers_hold_what_is_added(name):
+    def run(buffer, capacity, *operations):
+        peer = replay_buffers.make(name, buffer, ITEM, capacity)
+        state, indices = peer.state, np.arange(replay_buffers.BATCH, dtype=np.int32) % 160
+        for operation in operations:
+            indices = indices + (int(state.cursor - state.size) if peer.counts_on else 0)
+            state, drawn = peer.calls[operation](state, None, indices, None)
+        return np.asarray(drawn["action"])
 
-    # The first 32 of them are rows 96 to 127 of the first of the two times.
-    expected = (np.arange(8) + 96) % 8
-    np.testing.assert_array_equal(drawn(replay_buffers.naive_numpy, "get 256"), expected)
-    np.testing.assert_array_equal(drawn(replay_buffers.naive_jax, "get 256"), expected)
+    # Of 160 held and 128 added the first 128 are popped, twice: what is left begins with row 96.
+    queue = run("circular", 320, "add 128, pop 128", "add 128, pop 128", "get 256")
+    np.testing.assert_array_equal(queue[:8], (np.arange(8) + 96) % 8)
+    every = run("uniform", 320, "update all", "get 256")
+    np.testing.assert_array_equal(every[:160], np.arange(160) % 8 + 1)
+
+
+def test_what_is_measured_of_a_peer_is_measured_of_ours():
+    for _, operations in replay_buffers.PEERS.values():
+        for buffer, names in operations.items():
+            assert set(names) <= set(replay_buffers.BUFFERS[buffer])
 
 
 def test_all_libraries_draw_from_items_of_all_clusters():
