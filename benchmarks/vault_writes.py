@@ -12,7 +12,6 @@ written and synchronised, Flashbax's time divided by ours, and what each takes o
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from machine import header, table
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import buffers
 import vault
 
