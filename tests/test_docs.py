@@ -97,6 +97,10 @@ def test_tables_of_metrics_have_those_of_the_scripts(name):
     )
     for tag in tags:
         assert f'"{tag.split("/")[1]}"' in source or f'"{tag}"' in source, tag
+    if name == "per_dqn_jax":
+        tags |= set(re.findall(r"`((?:charts|losses)/\w+)`", PAGES["docs/dqn.md"]))
+    assert tags >= set(re.findall(r'"((?:charts|losses|eval)/\w+)"', source))
+    assert name != "ppo_jax" or tags >= {f"losses/{loss}" for loss in ppo_jax.LOSSES}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/buffers.md"])
