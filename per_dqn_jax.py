@@ -143,18 +143,18 @@ class DQN:
 
     overlap = True  # rollouts are collected while the one before is learned from
 
-    def __init__(self, args: Args, observation: np.ndarray, action_space: Any) -> None:
+    def __init__(self, args: Args, observation: np.ndarray, space: Any) -> None:
         starts = args.batch_size <= args.learning_starts < args.total_timesteps
         require(starts, "learning_starts must be at least batch_size, less than total_timesteps")
-        discrete = isinstance(action_space, gym.spaces.Discrete)
-        require(discrete, f"DQN takes Discrete actions, not {action_space}")
-        self.args, self.space, n = args, action_space, args.num_envs
+        require(isinstance(space, gym.spaces.Discrete), f"DQN takes Discrete actions, not {space}")
+        self.args, self.space, n = args, space, args.num_envs
         self.size = math.lcm(n, args.train_frequency)  # steps of an iteration
         self.shape = 0 if args.offline else self.size // n, n  # S, N
         self.greedy = np.int32(-1)  # the noise without which there is no exploration
         self.example = Step(observation, self.greedy, np.float32(0), *[np.False_] * 3)
-        self.network = QNetwork(int(action_space.n))
-        self.unravel = ravel_pytree(self.network.init(jax.random.PRNGKey(0), observation[None]))[1]
+        self.network = QNetwork(int(space.n))
+        tree = jax.eval_shape(self.network.init, jax.random.PRNGKey(0), observation[None])
+        self.unravel = ravel_pytree(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree))[1]
         self.optimizer = optax.adam(args.learning_rate, eps=args.adam_epsilon)
         frame = observation[-1 if args.frame_stack > 1 else ...]
         self.stored = self.example._replace(observation=frame)

@@ -239,7 +239,8 @@ class PPO:
         action = self.greedy if box else np.int32(0)
         self.example = Step(observation, action, np.float32(0), *[np.False_] * 3)
         self.network = ActorCritic(num_actions, box)
-        self.unravel = ravel_pytree(self.network.init(jax.random.PRNGKey(0), observation[None]))[1]
+        tree = jax.eval_shape(self.network.init, jax.random.PRNGKey(0), observation[None])
+        self.unravel = ravel_pytree(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree))[1]
         clip = optax.clip_by_global_norm(args.max_grad_norm)  # the learning rate is scheduled
         self.optimizer = optax.chain(clip, optax.scale_by_adam(eps=1e-5))
 

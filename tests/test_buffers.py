@@ -165,7 +165,7 @@ CIRCULAR_MODULUS = buffers._layout(5).modulus
 circular_operations = st.lists(
     st.one_of(
         st.just(("add",)),
-        st.tuples(st.just("add_batch"), batches(1, 3, 8)),
+        st.tuples(st.just("add_batch"), batches(3, 8)),
         st.tuples(st.just("pop"), st.sampled_from([1, 2, 5])),
         st.just(("update",)),
         st.tuples(st.just("update at"), st.lists(st.integers(0, 4), min_size=2, max_size=2)),
@@ -213,7 +213,7 @@ def test_circular_buffer_is_a_deque(cursor, operations):
 replay_operations = st.lists(
     st.one_of(
         st.just(("add",)),
-        st.tuples(st.just("add_batch"), batches(1, 3, 8)),
+        st.tuples(st.just("add_batch"), batches(3, 8)),
         st.just(("update",)),
         st.tuples(st.just("update at"), st.lists(st.integers(0, 99), min_size=2, max_size=2)),
     ),

@@ -44,7 +44,7 @@ def random_items(prototype, length, seed):
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return jax.random.split(jax.random.key(rng.integers(1000)), shape)
         values = rng.permutation(np.prod(shape)).reshape(shape) % 128
-        return jnp.asarray(values % 2 == 0 if dtype == jnp.bool_ else values, dtype)
+        return (values % 2 == 0 if dtype == jnp.bool_ else values).astype(dtype)
 
     return jax.tree.map(leaf, prototype)
 

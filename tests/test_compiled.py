@@ -75,7 +75,7 @@ def make_walk(n, **flags):
     """DQN for the walk, its environments with a time limit of 6 steps, and a view to act with."""
     args = dqn_jax.Args(num_envs=n, train_frequency=1, **flags)
     alg = DQN(args, np.zeros(2, np.float32), Walk.action_space)
-    view = alg.view(alg.init(jax.random.PRNGKey(0)))
+    view = alg.view(jax.jit(alg.init)(jax.random.PRNGKey(0)))
     view = jax.random.normal(jax.random.PRNGKey(0), view.shape)  # answers that differ
     return alg, FunctionalEnvs(alg, Walk(), 6), view
 
@@ -172,7 +172,7 @@ def test_an_evaluation_without_a_time_limit_ends():
             return jnp.bool_(False)
 
     alg = DQN(dqn_jax.Args(), np.zeros(5, np.float32), Endless.action_space)
-    envs, state = FunctionalEnvs(alg, Endless(), None), alg.init(jax.random.PRNGKey(0))
+    envs, state = FunctionalEnvs(alg, Endless(), None), jax.jit(alg.init)(jax.random.PRNGKey(0))
     assert envs.time_limit == math.inf
     np.testing.assert_array_equal(envs.evaluate(alg.view(state), 2, 0), [5_000, 5_000])
 
@@ -223,7 +223,10 @@ def test_environments_draw_afresh():
     env = dqn_jax.make_envs(run, 1).envs[0].unwrapped.func_env
     alg = DQN(dqn_jax.Args(num_envs=4), np.zeros(4, np.float32), gym.spaces.Discrete(2))
     envs = FunctionalEnvs(alg, env, 500)
-    state, view = envs.reset(jax.random.PRNGKey(0), 4), alg.init(jax.random.PRNGKey(0)).params
+    state, view = (
+        envs.reset(jax.random.PRNGKey(0), 4),
+        jax.jit(alg.init)(jax.random.PRNGKey(0)).params,
+    )
     noise = np.broadcast_to(np.arange(4, dtype=np.int32) % 2, (100, 4))
     after, rollout = envs.collect(state, view, noise, jax.random.PRNGKey(1))
     following = np.concatenate([rollout.observation[1:], rollout.next_observation[None]])

@@ -64,7 +64,7 @@ def test_acting_and_learning_see_what_atari_stacks(script):
     args = script.Args(num_envs=2, frame_stack=4, buffer_size=200, learning_starts=128)
     zeros = np.zeros((4, 1, 84, 84), np.uint8)
     alg = script.Algorithm(args, zeros, gym.spaces.Discrete(4))
-    state = alg.init(KEY)
+    state = jax.jit(alg.init)(KEY)
     add = jax.jit(lambda replay, rollout: alg.replay.add_batch(replay, rollout))
     single, stacked = atari(1), atari(4)
     seen = script.see(alg, single.reset(seed=3)[0])

@@ -242,7 +242,7 @@ def test_normalize_by_hand():
 
 def make_state(alg, **params):
     """A state in which the last layer of the actor gives `output` for every observation."""
-    state = alg.init(jax.random.PRNGKey(0))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     tree = jax.tree.map(jnp.zeros_like, alg.unravel(state.params))
     tree["params"]["Dense_4"]["bias"] = jnp.asarray(params.pop("output"), jnp.float32)
     tree["params"] |= params
@@ -286,7 +286,7 @@ def test_continuous_actions_are_drawn_from_the_policy():
 def test_act_sees_normalised_observations():
     rng = np.random.default_rng(0)
     alg = PPO(Args(), OBSERVATION, BOX)
-    state = alg.init(jax.random.PRNGKey(0))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     moments = Moments(jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 9.0, 16.0]), jnp.float32(10))
     view = alg.view(state._replace(observations=moments))
     x = rng.normal(size=(20, 3)).astype(np.float32)
@@ -317,13 +317,13 @@ def test_learning_rate(anneal_lr):
 def test_what_is_normalised(space, observation, auto):
     for flag, (observations, rewards) in dict(auto=auto, yes=[True] * 2, no=[False] * 2).items():
         args = Args(normalize_observations=flag, normalize_rewards=flag)
-        state = PPO(args, observation, space).init(jax.random.PRNGKey(0))
+        state = jax.jit(PPO(args, observation, space).init)(jax.random.PRNGKey(0))
         assert (state.observations is not None) == observations
         assert (state.returns is not None) == rewards
         if observations:
             assert state.observations.mean.shape == observation.shape
     args = Args(normalize_observations="yes", normalize_rewards="no")
-    state = PPO(args, observation, space).init(jax.random.PRNGKey(0))
+    state = jax.jit(PPO(args, observation, space).init)(jax.random.PRNGKey(0))
     assert (state.observations is not None, state.returns is not None) == (True, False)
 
 
@@ -395,7 +395,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     n, gamma = 4, 0.9
     args = Args(num_envs=n, num_steps=20, normalize_rewards="yes", gamma=gamma)
     alg = PPO(args, OBSERVATION, DISCRETE)
-    state = alg.init(jax.random.PRNGKey(0))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     running, seen, resetting = np.zeros(n), [], None
     for _ in range(3):
         rollout = random_rollout(rng, 20, n, resetting=resetting)
@@ -483,7 +483,7 @@ def make_step(space=DISCRETE, optimizer=None, loss=None, **flags):
     """The algorithm, a State, and `train_step` of it, a rollout, a key and a learning rate."""
     alg = PPO(Args(**{**SMALL, **flags}), OBSERVATION, space)
     alg.optimizer, alg.loss = optimizer or alg.optimizer, loss or alg.loss
-    state = alg.init(jax.random.PRNGKey(1))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(1))
     # A policy that is not uniform.
     params = state.params + 0.1 * jax.random.normal(jax.random.PRNGKey(2), state.params.shape)
 
@@ -678,7 +678,7 @@ def test_statistics_change_after_the_update_that_they_were_taken_in():
 def test_initial_network():
     """Orthogonal weights, biases 0, a policy that is almost uniform, log_std 0."""
     alg = PPO(Args(), np.zeros(5, np.float32), gym.spaces.Box(-1, 1, (3,)))
-    params = alg.unravel(alg.init(jax.random.PRNGKey(0)).params)["params"]
+    params = alg.unravel(jax.jit(alg.init)(jax.random.PRNGKey(0)).params)["params"]
     scales = {f"Dense_{i}": scale for i, scale in enumerate([2**0.5] * 4 + [0.01, 1.0])}
     assert set(params) == {"log_std", *scales}
     for name, scale in scales.items():

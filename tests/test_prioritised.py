@@ -156,8 +156,9 @@ def test_ten_million_items_are_drawn_alike(monkeypatch):
     replay = buffers.prioritised_replay(10**7)
     state = replay.add_batch(replay.init(0), jnp.arange(10**7))
     assert 0.99 < dispersion(replay, state, 2 * 10**7) < 1.003
-    monkeypatch.setattr(buffers, "LEVELS_PER_DRAW", 100)  # one float32 a draw is too coarse
-    assert dispersion(buffers.prioritised_replay(10**7), state, 2 * 10**7) > 1.05
+    # One float32 a draw is too coarse, which adds in proportion to the draws.
+    monkeypatch.setattr(buffers, "LEVELS_PER_DRAW", 100)
+    assert dispersion(buffers.prioritised_replay(10**7), state, 5 * 10**6) > 1.0125
 
 
 @pytest.mark.usefixtures("optimised")
@@ -301,7 +302,7 @@ TREE_SHAPES = [
 
 tree_operations = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), batches(1, 3, 10)),
+        st.tuples(st.just("add"), batches(3, 10)),
         st.tuples(
             st.just("set"),
             st.lists(
