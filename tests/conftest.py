@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from functools import partial
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
@@ -32,6 +33,8 @@ for name, examples in (("quick", 25), ("full", 100)):
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("quick")
+
+slow = partial(pytest.param, marks=pytest.mark.slow)  # a test's parameters, see pyproject.toml
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from hypothesis import given, settings
 from scipy import stats
 
@@ -264,7 +265,7 @@ def test_replay_holds_the_newest_rows(shape, before_wrap, operations):
                 replay.get(state, buffer_index([gone]))
 
 
-SEQUENCES = both(
+SEQUENCES = [
     Windows(7, length=3),
     Windows(7, length=7),
     Windows(8, length=3, period=2),
@@ -273,11 +274,13 @@ SEQUENCES = both(
     Windows(6, envs=3, length=2),
     Windows(6, envs=3, length=3, period=2),
     Windows(6, envs=2, length=1, period=3),
-)
+]
 
 
 @pytest.mark.parametrize("before_wrap", [None, 12])
-@pytest.mark.parametrize("shape", SEQUENCES, ids=describe)
+@pytest.mark.parametrize(
+    "shape", [*SEQUENCES, *(slow(shape.prioritised()) for shape in SEQUENCES)], ids=describe
+)
 @examples(50)
 @given(added=st.lists(batches(4) | st.sampled_from([(1, None), (11, None)]), max_size=6))
 def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):

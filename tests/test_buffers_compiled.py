@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from jax.sharding import PartitionSpec
 from test_buffers import assert_trees_equal, encode, shift, shift_by
 
@@ -36,7 +37,12 @@ FACTORIES = {
 }
 BUFFERS = {kind: factory() for kind, factory in FACTORIES.items()}
 ENVS = {kind: (3,) if "sequences" in kind else () for kind in BUFFERS}
+# Items are sequences of one: what has both is tried with items in the slow tests.
+SPECIAL = ("items", "prioritised", "clustered")
 REPLICAS, STEPS, DEVICES = 4, 3, 2
+
+
+KINDS = [slow(kind) if kind in SPECIAL else kind for kind in BUFFERS]
 
 
 def circular_step(buffer, state, x):
@@ -162,7 +168,12 @@ PMAPPED = ("circular", "clustered sequences")
 
 @pytest.mark.parametrize(
     ("kind", "transformation"),
-    [(k, t) for k in BUFFERS for t in TRANSFORMATIONS if t != "pmap" or k in PMAPPED],
+    [
+        slow(k, t) if k in SPECIAL else (k, t)
+        for k in BUFFERS
+        for t in TRANSFORMATIONS
+        if t != "pmap" or k in PMAPPED
+    ],
 )
 def test_every_function_under_every_transformation(kind, transformation):
     states, outs = eager(kind)
@@ -232,7 +243,7 @@ def calls(kind, buffer):
         yield "set_priorities", prioritised
 
 
-@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_trace_for_each_shape(kind, compilations):
     buffer = FACTORIES[kind]()  # of which nothing is compiled yet
     state = buffer.init(encode(0))
@@ -316,11 +327,11 @@ def assert_in_place(compiled):
 WRITES = ["add", "add_batch", "add_batch with mask", "update at", "pop", "add_and_sample"]
 
 
-@pytest.mark.parametrize("looped", [False, True], ids=["called", "in a scan"])
+@pytest.mark.parametrize("looped", [slow(False), True], ids=["called", "in a scan"])
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        (kind, name)
+        slow(kind, name) if kind == "items" else (kind, name)
         for kind in LARGE
         for name in WRITES
         if kind != "streams"  # which are sequences of one
@@ -404,7 +415,7 @@ def pointers(state):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.storage)]
 
 
-@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_storage_stays_where_it_is(kind):
     buffer = BUFFERS[kind]
     state = buffer.init(encode(0))
@@ -416,7 +427,7 @@ def test_storage_stays_where_it_is(kind):
                 assert pointers(state) == before, name
 
 
-@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_donated_state_is_gone(kind):
     buffer = BUFFERS[kind]
     for name, call in calls(kind, buffer):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from events import read_events
 from gymnasium.experimental.functional import FuncEnv
 
@@ -36,6 +37,8 @@ DQN_FLAGS = dict(
 PPO_FLAGS = dict(num_envs=4, num_steps=32, gamma=GAMMA, learning_rate=3e-3, ent_coef=0.0)
 SCRIPTS = [(dqn_jax, DQN_FLAGS), (per_dqn_jax, DQN_FLAGS), (ppo_jax, PPO_FLAGS)]
 IDS = ["dqn", "per_dqn", "ppo"]
+# PER has all that DQN has.
+GROUPS = [slow(0), 1, 2]
 
 
 @pytest.fixture(autouse=True)
@@ -357,7 +360,7 @@ def assert_same_agent(one, other, scalars, other_scalars):
         np.testing.assert_allclose(points, other_scalars[tag], rtol=1e-3, atol=1e-4, err_msg=tag)
 
 
-@pytest.fixture(scope="module", params=range(3), ids=IDS)
+@pytest.fixture(scope="module", params=GROUPS, ids=IDS)
 def group(request, tmp_path_factory):
     """Two agents that are trained together: script, flags, the state, scalars."""
     module, flags = SCRIPTS[request.param]
@@ -389,7 +392,7 @@ def test_environments_of_one_agent_spread_over_devices(group):
         assert len(x.sharding.device_set) == 2
 
 
-@pytest.mark.parametrize("group", [0, 2], ids=[IDS[0], IDS[2]], indirect=True)
+@pytest.mark.parametrize("group", GROUPS[::2], ids=IDS[::2], indirect=True)
 def test_seeds_spread_over_devices(group):
     module, flags, training, scalars = group
     spread = dict(seed=SEEDS[0], num_seeds=2, num_devices=2)

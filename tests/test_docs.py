@@ -8,6 +8,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
+from conftest import slow
 from events import ROOT, read_events
 
 import dqn_jax
@@ -171,7 +172,7 @@ def test_environments_of_your_own_are_learned(name, env, envs, tmp_path, monkeyp
     [
         ("minigrid", "my_minigrid", "Empty-v0"),
         ("gymnax", "my_gymnax", "Breakout-MinAtar"),
-        ("gymnax", "my_gymnax", "SpaceInvaders-MinAtar"),
+        slow("gymnax", "my_gymnax", "SpaceInvaders-MinAtar"),
     ],
 )
 def test_wrapped_libraries_train(library, name, env, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import slow
 from events import read_events
 from scipy.stats import chisquare
 
@@ -717,10 +718,10 @@ def learned_q(module, env_id, observations, args, **flags):
 @pytest.mark.parametrize(
     ("env_id", "observations", "values"),
     [
-        ("Probe-constant-v0", [[0.0]], [[1.0, 1.0]]),
-        ("Probe-observation-v0", [[-1.0], [1.0]], [[-1.0, -1.0], [1.0, 1.0]]),
+        slow("Probe-constant-v0", [[0.0]], [[1.0, 1.0]]),
+        slow("Probe-observation-v0", [[-1.0], [1.0]], [[-1.0, -1.0], [1.0, 1.0]]),
         ("Probe-discount-v0", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
-        ("Probe-action-v0", [[0.0]], [[-1.0, 1.0]]),
+        slow("Probe-action-v0", [[0.0]], [[-1.0, 1.0]]),
         ("Start-v0", [[0.0]], [[-1.0, 1.0]]),  # its actions are 1 and 2
         ("Probe-both-v0", [[-1.0], [1.0]], [[1.0, -1.0], [-1.0, 1.0]]),
         ("Probe-truncation-v0", [[0.0]], [[2.0, 2.0]]),  # 1 / (1 - gamma): a cut is not an end

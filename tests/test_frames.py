@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 
 import buffers
 import dqn_jax
@@ -58,7 +59,7 @@ def atari(stack):
     )
 
 
-@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax])
+@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax)])
 def test_acting_and_learning_see_what_atari_stacks(script):
     """Step by step, across resets and the write position."""
     args = script.Args(num_envs=2, frame_stack=4, buffer_size=200, learning_starts=128)

@@ -12,15 +12,17 @@ import environments  # noqa: F401  registers the environments
 import jax
 import numpy as np
 import pytest
+from conftest import slow
 from events import ROOT, read_events
 
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
 
+DQN_FLAGS = dict(learning_starts=100, batch_size=8, buffer_size=200, n_step=2)
 COMPILED = [
-    (dqn_jax, dict(learning_starts=100, batch_size=8, buffer_size=200, n_step=2)),
-    (per_dqn_jax, dict(learning_starts=100, batch_size=8, buffer_size=200)),
+    slow(dqn_jax, DQN_FLAGS),  # what PER resumes has all of it
+    (per_dqn_jax, DQN_FLAGS),
     (ppo_jax, dict(num_steps=16, num_minibatches=1, update_epochs=1)),
 ]
 
@@ -58,7 +60,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(module, flags, tmp_path, monkeypatch
 
 def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=100, n_step=3)
+    flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=400, n_step=3)
     run = dict(env_id="environments:Counter-v0", log_interval=20, checkpoint_interval=100)
     args = dqn_jax.Args(total_timesteps=200, **flags)
     _, _, folder = dqn_jax.train(args, dqn_jax.Run(eval_episodes=0, **run))

@@ -19,10 +19,9 @@ class Steps(NamedTuple):
     truncated: Any
 
 
-@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_against_a_slow_loop(n, once, jit):
+@pytest.mark.parametrize(("n", "jit"), [(1, True), (2, True), (3, True), (3, False), (5, True)])
+def test_against_a_slow_loop(n, jit, once):
     rng, batch, gamma = np.random.default_rng(n), 300, 0.9
     shape = (batch, n + once)
     window = Steps(
@@ -54,4 +53,4 @@ def test_against_a_slow_loop(n, once, jit):
         wanted = 0.0 if window.terminated[b, m - 1] else gamma**m
         assert discount[b] == pytest.approx(wanted, rel=1e-5)
         assert valid[b] == mask[b, 0]
-    assert buffers.n_step_transition(window, gamma)[2].all()  # without a mask every step counts
+    assert fold(window, gamma)[2].all()  # without a mask every step counts

@@ -317,13 +317,13 @@ def test_learning_rate(anneal_lr):
 def test_what_is_normalised(space, observation, auto):
     for flag, (observations, rewards) in dict(auto=auto, yes=[True] * 2, no=[False] * 2).items():
         args = Args(normalize_observations=flag, normalize_rewards=flag)
-        state = jax.jit(PPO(args, observation, space).init)(jax.random.PRNGKey(0))
+        state = jax.eval_shape(PPO(args, observation, space).init, jax.random.PRNGKey(0))
         assert (state.observations is not None) == observations
         assert (state.returns is not None) == rewards
         if observations:
             assert state.observations.mean.shape == observation.shape
     args = Args(normalize_observations="yes", normalize_rewards="no")
-    state = jax.jit(PPO(args, observation, space).init)(jax.random.PRNGKey(0))
+    state = jax.eval_shape(PPO(args, observation, space).init, jax.random.PRNGKey(0))
     assert (state.observations is not None, state.returns is not None) == (True, False)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from hypothesis import given
 from scipy import stats
 from test_buffers import (
@@ -101,7 +102,11 @@ def priorities_of(state, capacity):
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
     ("size", "exponent", "draws", "at_once"),
-    [(10, 0.6, 2**18, 2**12), (1_000, 1.0, 2**20, 2**14), (10**6, 0.6, 2**22, 2**16)],
+    [
+        (10, 0.6, 2**18, 2**12),
+        (1_000, 1.0, 2**20, 2**14),
+        slow(10**6, 0.6, 2**22, 2**16),
+    ],
 )
 def test_draws_are_in_proportion_to_priorities(size, exponent, draws, at_once):
     priorities = spread(size)
@@ -124,7 +129,7 @@ def test_draws_are_in_proportion_to_priorities(size, exponent, draws, at_once):
 
 
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize("size", [10, 1_000, 10**6])
+@pytest.mark.parametrize("size", [10, 1_000, slow(10**6)])
 def test_draws_of_a_batch_are_at_least_as_even_as_independent_ones(size):
     priorities, draws = spread(size, seed=1), 2**20
     replay, state = filled(priorities, 0.6)
@@ -151,6 +156,7 @@ def dispersion(replay, state, draws):
     return counts.var() / counts.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_ten_million_items_are_drawn_alike(monkeypatch):
     replay = buffers.prioritised_replay(10**7)
@@ -162,7 +168,7 @@ def test_ten_million_items_are_drawn_alike(monkeypatch):
 
 
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize("zeros", ["a tenth", "the last child of each node"])
+@pytest.mark.parametrize("zeros", [slow("a tenth"), "the last child of each node"])
 def test_an_item_of_priority_0_is_never_drawn(zeros):
     size = 100_003
     rng = np.random.default_rng(2)
@@ -289,14 +295,14 @@ def test_new_items_get_the_largest_priority_ever_set():
 TREE_SHAPES = [
     Windows(7),
     Windows(9, length=3),
-    Windows(7, length=7),
+    slow(Windows(7, length=7)),
     Windows(8, length=3, period=2),
-    Windows(8, length=4, period=4),
+    slow(Windows(8, length=4, period=4)),
     Windows(6, length=5, period=3),  # at times full with nothing to draw
-    Windows(5, envs=3),
-    Windows(6, envs=3, length=2),
+    slow(Windows(5, envs=3)),
+    slow(Windows(6, envs=3, length=2)),
     Windows(6, envs=3, length=3, period=2),
-    Windows(6, envs=2, length=1, period=3),
+    slow(Windows(6, envs=2, length=1, period=3)),
     Windows(40, envs=4, length=2, period=2),  # more than one level
 ]
 
@@ -490,6 +496,7 @@ def updates_until_learnt(replay, is_prioritised, cap, at_once, seed):
     return int(run(state, jax.random.key(seed)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_the_blind_cliff_is_learnt_in_far_fewer_updates():
     """Schaul et al. 2016, section 3.1 and figure 1: one transition in 131,070 has a reward."""

@@ -13,6 +13,7 @@ import threading
 
 import numpy as np
 import pytest
+from conftest import slow
 from environments import Counter  # noqa: F401  registers the environments
 from events import ROOT, read_events
 
@@ -212,7 +213,7 @@ def test_the_figure_at_the_end_is_of_the_last_points_with_100_episodes(
     np.testing.assert_allclose(returns, [(70 + 40 + 15) / 105])
 
 
-@pytest.mark.parametrize("name", ["dqn_jax", "ppo_jax"])
+@pytest.mark.parametrize("name", ["dqn_jax", slow("ppo_jax")])
 def test_atari_is_learned_from(name, tmp_path, monkeypatch):
     pytest.importorskip("ale_py")
     monkeypatch.chdir(tmp_path)

@@ -83,6 +83,7 @@ def test_each_evaluation_is_recorded(module, flags, tmp_path, monkeypatch):
             assert 5 < count <= 501
 
 
+@pytest.mark.slow  # 8 of its 14 seconds wandb waits
 def test_weights_and_biases_follows_the_events(tmp_path):
     names = ("DISPLAY", "WANDB_API_KEY")
     env = {name: value for name, value in os.environ.items() if name not in names}
