@@ -37,12 +37,9 @@ FACTORIES = {
 }
 BUFFERS = {kind: factory() for kind, factory in FACTORIES.items()}
 ENVS = {kind: (3,) if "sequences" in kind else () for kind in BUFFERS}
-# Items are sequences of one: what has both is tried with items in the slow tests.
-SPECIAL = ("items", "prioritised", "clustered")
-REPLICAS, STEPS, DEVICES = 4, 3, 2
-
-
+SPECIAL = ("items", "prioritised", "clustered")  # items are sequences of one
 KINDS = [slow(kind) if kind in SPECIAL else kind for kind in BUFFERS]
+REPLICAS, STEPS, DEVICES = 4, 3, 2
 
 
 def circular_step(buffer, state, x):

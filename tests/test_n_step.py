@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 
 import buffers
 
@@ -19,9 +20,10 @@ class Steps(NamedTuple):
     truncated: Any
 
 
+@pytest.mark.parametrize("jit", [slow(False), True])
 @pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize(("n", "jit"), [(1, True), (2, True), (3, True), (3, False), (5, True)])
-def test_against_a_slow_loop(n, jit, once):
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_against_a_slow_loop(n, once, jit):
     rng, batch, gamma = np.random.default_rng(n), 300, 0.9
     shape = (batch, n + once)
     window = Steps(
