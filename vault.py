@@ -49,23 +49,31 @@ class Vault:
       path: the folder. Any number of processes may read, one may write. Linux and macOS.
       item: as for `init` of the buffer, an item of one environment: arrays of any dtype.
       num_envs: as for the buffer; None for a buffer of items.
+      create: whether a folder without a vault is made into one. False: nothing is written.
 
-    ValueError if it holds other items or was damaged; TypeError for typed keys.
+    A vault in a folder that this user may not write to can be read.
+
+    FileNotFoundError if there is no vault and `create` is False; ValueError if it holds other items
+    or was damaged; TypeError for typed keys.
     """
 
-    def __init__(self, path: Any, item: Any, num_envs: int | None = None) -> None:
+    def __init__(
+        self, path: Any, item: Any, num_envs: int | None = None, *, create: bool = True
+    ) -> None:
         if "key<" in str(describe(item)):
             raise TypeError("the item has a typed key: store what jax.random.key_data gives for it")
         row = lambda x: np.zeros((num_envs or 1, *jnp.shape(x)), jnp.result_type(x))  # noqa: E731
         item, self.env = jax.tree.map(row, item), 0 if num_envs is None else slice(None)
         self.path, self.leaves = Path(path).absolute(), describe(item)
-        self.path.mkdir(parents=True, exist_ok=True)
+        if create:
+            self.path.mkdir(parents=True, exist_ok=True)
+        elif not (self.path / "vault.json").exists():
+            raise FileNotFoundError(f"{self.path} holds no vault")
         self.files = ts.KvStore.open({"driver": "file", "path": f"{self.path}/"}).result()
-        if not any(x.name == "vault.json" or x.is_dir() for x in self.path.iterdir()):
+        if create and not any(x.name == "vault.json" or x.is_dir() for x in self.path.iterdir()):
             self._count(0)
         len(self)  # compares the leaves
-        self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
-        weakref.finalize(self, os.close, self.lock)
+        self.lock: int | None = None  # opened by the first write, which a reader has no right to
         arrays = map(self._open, self.leaves, jax.tree.leaves(item))
         self.arrays = jax.tree.unflatten(jax.tree.structure(item), arrays)
 
@@ -116,8 +124,12 @@ class Vault:
         resume write the restored state first: it drops the vault's rows that came after it.
 
         ValueError if rows were overwritten or popped before they were written, or if it is the
-        state of another run or buffer; BlockingIOError if another process writes.
+        state of another run or buffer; BlockingIOError if another process writes; PermissionError
+        if this user may not.
         """
+        if self.lock is None:
+            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
+            weakref.finalize(self, os.close, self.lock)
         try:  # until the process ends or forgets this vault
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

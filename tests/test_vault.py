@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -172,6 +173,58 @@ def test_a_state_with_an_axis_of_one_in_front(tmp_path):
     state = replay.add_batch(replay.init(ITEM), rows(0, 6))
     assert vault.write(jax.tree.map(lambda x: x[None], state)) == 6
     assert_holds(vault, 0, 6)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_vault_that_is_not_there_is_not_created_for_reading(tmp_path, there):
+    path = tmp_path / "experience"
+    if there:
+        path.mkdir()
+        (path / "notes.txt").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FileNotFoundError, match=f"^{path} holds no vault$"):
+        Vault(path, ITEM, num_envs=2, create=False)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_one_that_is_opened_for_reading_is_as_any_other(tmp_path):
+    replay, state, vault = filled(tmp_path)
+    del vault
+    again = Vault(tmp_path, ITEM, num_envs=2, create=False)
+    assert_holds(again, 0, 40)
+    assert again.write(replay.add(state, jax.tree.map(lambda x: x[0], rows(40, 41)))) == 1
+    assert_holds(again, 0, 41)
+
+
+@pytest.fixture
+def other_user():
+    """A function from which on this process is another user than the root, if it was that."""
+    user = os.geteuid()
+    yield lambda: os.seteuid(user or 65534)
+    os.seteuid(user)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_one_that_may_only_be_read_is_read(create, other_user):
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is in one that no other user enters
+        path = Path(folder) / "experience"
+        replay, state, vault = filled(path)
+        del vault
+        before = sorted(path.rglob("*"))
+        for x in [*before, path]:
+            x.chmod(0o555 if x.is_dir() else 0o444)
+        Path(folder).chmod(0o755)
+        other_user()
+        vault = Vault(path, ITEM, num_envs=2, create=create)
+        assert len(vault) == 40
+        assert_holds(vault, 0, 40)
+        with pytest.raises(PermissionError):
+            vault.write(replay.add(state, jax.tree.map(lambda x: x[0], rows(40, 41))))
+        os.seteuid(os.getuid())
+        for x in [path, *before]:
+            x.chmod(0o755)
+        assert sorted(path.rglob("*")) == before
+        assert_holds(vault, 0, 40)
 
 
 def filled(path, count=40):
