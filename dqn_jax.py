@@ -3,8 +3,18 @@
     python dqn_jax.py --env-id CartPole-v1 --num-envs 8
     python dqn_jax.py --env-id phys2d/CartPole-v1 --num-envs 10 --num-seeds 10
 
-An iteration: N environments make S steps with fixed parameters, `train_step` learns from them.
-Ordinary environments are stepped from Python, functional ones are compiled with the learning.
+In an iteration N environments make S steps with the same parameters, and these are then updated:
+
+    for each log interval:                                                # train
+        for each of its iterations:                                       # OrdinaryLoop.intervals
+            noise = draw_noise(key, schedule)
+            for each of S steps:                                          # collect_rollout
+                action = act(policy, observation, noise)
+                observation, reward, terminated, truncated = envs.step(action)
+            state, metrics = train_step(state, rollout, schedule, key)    # update_training
+        write_metrics; when they are due, save and evaluate_agents
+
+Environments written in JAX are compiled with the learning into one program: compiled.py.
 
 Differs from the paper: Adam for RMSProp, no clipping of rewards and errors, hyperparameters for
 classic control. An episode that a time limit cuts off is bootstrapped; one that ends is not.
@@ -17,13 +27,14 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,12 +47,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
+from gymnasium.vector import VectorEnv
+from jax import Array
 from jax.flatten_util import ravel_pytree
-from jax.sharding import NamedSharding, PartitionSpec
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
 import buffers
@@ -73,44 +85,20 @@ class Args:
     offline: str = ""  # such a folder: learn from it alone, without stepping an environment
 
 
-def prepare(x: jax.Array) -> jax.Array:
-    """Observations [B, ...] as float32: uint8 images from 36x36 on [B, H, W, C], others [B, F]."""
-    images, x = x.dtype == jnp.uint8, x.astype(jnp.float32)
-    if images and x.ndim in (3, 4, 5):
-        x = x[..., None] if x.ndim == 3 else x
-        x = jnp.moveaxis(x, -3, -1) if x.shape[-3] < x.shape[-1] else x  # channels are in front
-        x = jnp.moveaxis(x, 1, 3).reshape(len(x), *x.shape[2:4], -1) if x.ndim == 5 else x
-    x = x / 255 if images else x
-    return x if images and x.ndim == 4 and min(x.shape[1:3]) >= 36 else x.reshape(len(x), -1)
-
-
-def convolve(x: jax.Array, channels: int, size: int, stride: int) -> jax.Array:
-    """nn.Conv of x [B, H, W, C] as a product: in a loop on a CPU its gradient takes 20 times."""
-    b, h, w, k = len(x), x.shape[1] // stride, x.shape[2] // stride, size // stride
-    x = x[:, : h * stride, : w * stride].reshape(b, h, stride, w, -1).swapaxes(2, 3)
-    x = x.reshape(b, h, w, -1)  # blocks of stride x stride pixels are channels
-    window = [x[:, i : i + h - k + 1, j : j + w - k + 1] for i in range(k) for j in range(k)]
-    return nn.Dense(channels)(jnp.concatenate(window, axis=-1))
-
-
-def nature_cnn(x: jax.Array) -> jax.Array:
-    """Features [B, 512] of images [B, H, W, C], by the convolutions of Mnih et al. 2015."""
-    for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-        x = nn.relu(convolve(x, channels, size, stride))
-    return nn.relu(nn.Dense(512)(x.reshape(len(x), -1)))
-
-
 class QNetwork(nn.Module):
     """Q(s, .) [B, num_actions] of observations [B, ...]."""
 
     num_actions: int
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = prepare(x)
-        for size in (120, 84) if x.ndim == 2 else ():
-            x = nn.relu(nn.Dense(size)(x))
-        return nn.Dense(self.num_actions)(nature_cnn(x) if x.ndim == 4 else x)
+    def __call__(self, x: Array) -> Array:
+        if x.dtype == jnp.uint8 and x.ndim > 2 and sorted(x.shape[1:])[-2] >= 36:
+            images = importlib.import_module("images")
+            return nn.Dense(self.num_actions)(images.nature_cnn(x))
+        x = x.reshape(len(x), -1).astype(jnp.float32)
+        x = nn.relu(nn.Dense(120)(x))
+        x = nn.relu(nn.Dense(84)(x))
+        return nn.Dense(self.num_actions)(x)
 
 
 class Step(NamedTuple):
@@ -125,147 +113,211 @@ class Step(NamedTuple):
     next_observation: Any = None  # of a rollout the observation after it [N, ...]
 
 
+class Transition(NamedTuple):
+    """n steps of an environment taken as one [B, ...]."""
+
+    observation: Array
+    action: Array  # [B]
+    reward: Array  # [B], the discounted sum of n rewards, or of fewer where the episode ended
+    discount: Array  # [B], of the value of next_observation, 0 where the episode terminated
+    next_observation: Array
+    is_valid: Array  # [B], False where the first step only resets
+
+
 class State(NamedTuple):
     """All that learning changes."""
 
-    params: jax.Array  # [P], as one vector: the fewer arrays, the faster the call of a program
-    target_params: jax.Array  # [P]
+    params: Array  # [P], as one vector: the fewer arrays, the faster the call of a program
+    target_params: Array  # [P]
     opt_state: optax.OptState
     replay: Any  # the replay buffer's state, of Steps
-    updates: jax.Array  # gradient steps so far
+    updates: Array  # gradient steps so far
 
 
 class DQN:
-    """The algorithm, pure functions of a `State`. All that the loops below know of it is here."""
+    """The algorithm, as pure functions of a `State`."""
 
-    overlap = True  # rollouts are collected while the one before is learned from
+    acts_while_learning = True  # a rollout is collected while the one before is learned from
 
-    def __init__(self, args: Args, observation: np.ndarray, space: Any) -> None:
+    def __init__(self, args: Args, observation: np.ndarray, action_space: Any) -> None:
         starts = args.batch_size <= args.learning_starts < args.total_timesteps
         require(starts, "learning_starts must be at least batch_size, less than total_timesteps")
-        require(isinstance(space, gym.spaces.Discrete), f"DQN takes Discrete actions, not {space}")
-        self.args, self.space, n = args, space, args.num_envs
-        self.size = math.lcm(n, args.train_frequency)  # steps of an iteration
-        self.shape = 0 if args.offline else self.size // n, n  # S, N
-        self.greedy = np.int32(-1)  # the noise without which there is no exploration
-        self.example = Step(observation, self.greedy, np.float32(0), *[np.False_] * 3)
-        self.network = QNetwork(int(space.n))
-        tree = jax.eval_shape(self.network.init, jax.random.PRNGKey(0), observation[None])
-        self.unravel = ravel_pytree(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree))[1]
+        is_discrete = isinstance(action_space, gym.spaces.Discrete)
+        require(is_discrete, f"DQN takes Discrete actions, not {action_space}")
+        self.args = args
+        self.num_actions = int(action_space.n)
+        self.first_action = action_space.start
+        # The fewest steps that are whole gradient steps and whole steps of all environments.
+        self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
+        self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
+        self.is_offline = args.offline != ""
+        steps = 0 if self.is_offline else self.steps_per_iteration // args.num_envs
+        self.rollout_shape = (steps, args.num_envs)
+        self.no_noise = np.int32(-1)
+        flags = [np.False_] * 3
+        self.example = Step(observation, np.int32(0), np.float32(0), *flags)
+        self.stored = self.example  # as the replay holds it: of a stack only the newest frame
+        if args.frame_stack > 1:
+            self.stored = self.example._replace(observation=observation[-1])
+        self.network = QNetwork(self.num_actions)
+        key = jax.random.PRNGKey(0)
+        shapes = jax.eval_shape(self.network.init, key, observation[None])
+        _, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, shapes))
         self.optimizer = optax.adam(args.learning_rate, eps=args.adam_epsilon)
-        frame = observation[-1 if args.frame_stack > 1 else ...]
-        self.stored = self.example._replace(observation=frame)
-        rows = max(math.ceil(args.buffer_size / n), args.frame_stack + args.n_step)
-        rows = len(self.vault(Path(args.offline).resolve(strict=True))) if args.offline else rows
-        window: dict[str, Any] = dict(num_envs=n, sequence_length=args.frame_stack + args.n_step)
-        self.replay = buffers.uniform_replay(rows * n, **window)
+        window = args.frame_stack + args.n_step  # a stack, and n steps after it
+        rows = max(math.ceil(args.buffer_size / args.num_envs), window)
+        if self.is_offline:
+            rows = len(self.open_vault(args.offline, create=False))
+        size = rows * args.num_envs
+        self.experience_size = size if args.save_experience else 0
+        streams: Any = {"num_envs": args.num_envs, "sequence_length": window}
+        self.replay = buffers.uniform_replay(size, **streams)
 
-    def init(self, key: jax.Array) -> State:
+    def open_vault(self, folder: Path | str, create: bool = True) -> Any:
+        """The experience that is kept on disk there."""
+        vault = importlib.import_module("vault")
+        return vault.Vault(folder, self.stored, self.args.num_envs, create=create)
+
+    def init(self, key: Array) -> State:
         """The state before training."""
         params, _ = ravel_pytree(self.network.init(key, self.example.observation[None]))
+        opt_state = self.optimizer.init(params)
         replay = self.replay.init(self.stored)
-        return State(params, params, self.optimizer.init(params), replay, jnp.int32(0))
-
-    def vault(self, path: Any) -> Any:
-        """The experience that is kept there."""
-        return importlib.import_module("vault").Vault(path, self.stored, self.args.num_envs)
+        return State(params, params, opt_state, replay, updates=jnp.int32(0))
 
     def restart(self, state: State) -> State:
-        """The state where the environments start anew: no window goes on from the steps before."""
-        if self.args.offline:
-            vault, replay = self.vault(self.args.offline), state.replay
-            for i in range(0, len(vault), 4096):
-                replay = self.replay.add_batch(replay, vault.read(i, min(i + 4096, len(vault))))
+        """The state where environments start anew, before training and after a resume."""
+        replay = state.replay
+        if self.is_offline:
+            vault = self.open_vault(self.args.offline, create=False)
+            rows = 0 if replay.size else len(vault)  # a checkpoint has them, with their priorities
+            for begin in range(0, rows, 4096):
+                steps = vault.read(begin, min(begin + 4096, rows))
+                replay = self.replay.add_batch(replay, steps)
             return state._replace(replay=replay)
-        is_step = state.replay.storage.is_step
-        rows = (state.replay.cursor - 1 - np.arange(self.args.n_step)) % len(is_step)
-        storage = state.replay.storage._replace(is_step=is_step.at[rows].set(False))
-        return state._replace(replay=state.replay._replace(storage=storage))
+        # The episodes that went on are cut off: what the last row observed ends them.
+        steps = replay.storage
+        last = (replay.cursor - 1) % len(steps.is_step)
+        before = (replay.cursor - 2) % len(steps.is_step)
+        goes_on = steps.is_step[before] & ~steps.terminated[before]
+        truncated = steps.truncated.at[before].set(goes_on)
+        is_step = steps.is_step.at[last].set(False)
+        steps = steps._replace(truncated=truncated, is_step=is_step)
+        return state._replace(replay=replay._replace(storage=steps))
 
     def schedule(self, steps: np.ndarray) -> dict[str, np.ndarray]:
-        """What changes from one iteration to the next, of those that start at `steps`."""
-        args, duration = self.args, self.args.exploration_fraction * self.args.total_timesteps
-        updates = np.where(steps + self.size > args.learning_starts, self.size, 0)
-        return {
-            "epsilon": np.interp(steps, [0, duration], [args.start_e, args.end_e]),
-            "gradient_steps": updates // args.train_frequency,
-        }
+        """What changes with time, for the iterations that start at `steps`."""
+        args = self.args
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        epsilon = np.interp(steps, [0, exploration_steps], [args.start_e, args.end_e])
+        learns = steps + self.steps_per_iteration > args.learning_starts
+        gradient_steps = np.where(learns, self.updates_per_iteration, 0)
+        return {"epsilon": epsilon.astype(np.float32), "gradient_steps": gradient_steps}
 
-    def explore(self, key: jax.Array, now: dict) -> jax.Array:
+    def draw_noise(self, key: Array, schedule: dict) -> Array:
         """The noise of a rollout [S, N]: random actions, -1 for the best one."""
         explore_key, action_key = jax.random.split(key)
-        action = jax.random.randint(action_key, self.shape, 0, self.space.n)
-        explores = jax.random.uniform(explore_key, self.shape) < now["epsilon"]
-        return jnp.where(explores, action, self.greedy)
+        action = jax.random.randint(action_key, self.rollout_shape, 0, self.num_actions)
+        explores = jax.random.uniform(explore_key, self.rollout_shape) < schedule["epsilon"]
+        return jnp.where(explores, action, self.no_noise)
 
-    def view(self, state: State) -> jax.Array:
+    def policy(self, state: State) -> Array:
         """What `act` needs of a state."""
         return state.params
 
     @partial(jax.jit, static_argnums=0)
-    def act(self, view: jax.Array, observation: Any, noise: Any) -> jax.Array:
-        """Actions [N] with this noise [N]."""
-        return jnp.where(noise < 0, jnp.argmax(self.q(view, observation), axis=-1), noise)
+    def act(self, policy: Array, observation: Array, noise: Array) -> Array:
+        """Actions [N] with noise [N]."""
+        best_action = jnp.argmax(self.q_values(policy, observation), axis=-1)
+        return jnp.where(noise < 0, best_action, noise)
 
-    def to_env(self, action: Any) -> Any:
-        """The environment's actions for those of `act`."""
-        return action + self.space.start
+    def to_env_action(self, action: Any) -> Any:
+        """The environment's actions, which need not start at 0."""
+        return action + self.first_action
 
-    def q(self, params: jax.Array, observation: Any) -> Any:
+    def q_values(self, params: Array, observation: Array) -> Any:
         """Q(s, .) [B, num_actions]."""
         return self.network.apply(self.unravel(params), observation)
 
-    def loss(self, params: jax.Array, target_params: jax.Array, window: Step) -> tuple:
-        """Mean squared TD error of windows [B, W, ...], and the metrics."""
+    def fold(self, window: Step) -> Transition:
+        """Windows [B, W, ...] of steps as transitions of n steps, fewer where an episode ends."""
         window = buffers.stack_frames(window, self.args.frame_stack, window.is_step)
-        batch, discount, valid = buffers.n_step_transition(window, self.args.gamma, window.is_step)
-        next_q = self.q(target_params, batch.next_observation)
-        chooser = self.q(params, batch.next_observation) if self.args.double_q else next_q
-        bootstrap = next_q[jnp.arange(len(next_q)), jnp.argmax(chooser, axis=-1)]
-        target = jax.lax.stop_gradient(batch.reward + discount * bootstrap)
-        chosen = jax.nn.one_hot(batch.action, self.space.n)  # the gradient of an index is a scatter
-        value = jnp.sum(self.q(params, batch.observation) * chosen, axis=-1)
-        rows = jnp.maximum(valid.sum(), 1)
-        loss = jnp.sum((target - value) ** 2, where=valid) / rows
-        return loss, {"losses/td_loss": loss, "losses/q_values": value.sum(where=valid) / rows}
+        gamma = self.args.gamma
+        steps, discount, is_valid = buffers.n_step_transition(window, gamma, window.is_step)
+        last = steps.next_observation
+        return Transition(steps.observation, steps.action, steps.reward, discount, last, is_valid)
 
-    def train_step(self, state: State, rollout: Step, now: dict, key: jax.Array) -> tuple:
-        """Stores a rollout [S, N] and makes the gradient steps: State, metrics."""
-        args, frame = self.args, rollout.observation[:, :, -1 if self.args.frame_stack > 1 else ...]
-        reward = jnp.sign(rollout.reward) if args.clip_rewards else rollout.reward
-        stored = rollout._replace(observation=frame, reward=reward, next_observation=None)
-        state = state._replace(replay=self.replay.add_batch(state.replay, stored))
-        target_period = max(args.target_network_frequency // args.train_frequency, 1)
-        keys = jax.random.split(key, self.size // args.train_frequency)
+    def loss(self, params: Array, target_params: Array, batch: Transition) -> tuple:
+        """Mean squared TD error of the batch, and the metrics."""
+        next_q = self.q_values(target_params, batch.next_observation)
+        chooser = next_q
+        if self.args.double_q:
+            chooser = self.q_values(params, batch.next_observation)
+        next_action = jnp.argmax(chooser, axis=-1)
+        next_value = next_q[jnp.arange(len(next_q)), next_action]
+        target = jax.lax.stop_gradient(batch.reward + batch.discount * next_value)
+        # Not by an index, because its gradient would be a scatter.
+        chosen = jax.nn.one_hot(batch.action, self.num_actions, dtype=jnp.float32)
+        values = self.q_values(params, batch.observation)
+        value = jnp.sum(values * chosen, axis=-1)
+        rows = jnp.maximum(batch.is_valid.sum(), 1)
+        loss = jnp.sum((target - value) ** 2, where=batch.is_valid) / rows
+        mean_value = jnp.sum(value, where=batch.is_valid) / rows
+        return loss, {"losses/td_loss": loss, "losses/q_values": mean_value}
 
-        def update(i: jax.Array, carry: tuple) -> tuple:
-            state, updates = carry[0], carry[0].updates + 1
-            sample = self.replay.sample(state.replay, keys[i], args.batch_size)
-            nets, gradient = (state.params, state.target_params), jax.grad(self.loss, has_aux=True)
-            grads, metrics = gradient(*nets, sample.experience)
-            changes, opt_state = self.optimizer.update(grads, state.opt_state)
-            params = optax.apply_updates(state.params, changes)
-            tau = jnp.where(updates % target_period == 0, args.tau, 0.0)
-            target_params = optax.incremental_update(params, state.target_params, tau)
-            return State(params, target_params, opt_state, state.replay, updates), metrics
+    def gradient_step(self, state: State, schedule: dict, key: Array) -> tuple[State, dict]:
+        """Learns from a batch of the replay; moves the target network when it is due."""
+        args = self.args
+        sample = self.replay.sample(state.replay, key, args.batch_size)
+        batch = self.fold(sample.experience)
+        gradient_of_loss = jax.grad(self.loss, has_aux=True)
+        gradient, metrics = gradient_of_loss(state.params, state.target_params, batch)
+        changes, opt_state = self.optimizer.update(gradient, state.opt_state)
+        params = optax.apply_updates(state.params, changes)
+        updates = state.updates + 1
+        period = max(args.target_network_frequency // args.train_frequency, 1)
+        tau = jnp.where(updates % period == 0, args.tau, 0.0)
+        target_params = optax.incremental_update(params, state.target_params, tau)
+        return State(params, target_params, opt_state, state.replay, updates), metrics
 
-        none = dict.fromkeys(("losses/td_loss", "losses/q_values"), jnp.float32(jnp.nan))
-        return jax.lax.fori_loop(0, now["gradient_steps"], update, (state, none))
+    def train_step(self, state: State, rollout: Step, schedule: dict, key: Array) -> tuple:
+        """Stores a rollout [S, N] and makes the gradient steps: State, metrics of the last one."""
+        steps = rollout._replace(next_observation=None)
+        if self.args.frame_stack > 1:
+            steps = steps._replace(observation=rollout.observation[:, :, -1])
+        if self.args.clip_rewards:
+            steps = steps._replace(reward=jnp.sign(rollout.reward))
+        state = state._replace(replay=self.replay.add_batch(state.replay, steps))
+        keys = jax.random.split(key, self.updates_per_iteration)
+
+        def update(i: Array, carry: tuple) -> tuple:
+            state, _ = carry
+            return self.gradient_step(state, schedule, keys[i])
+
+        nan = jnp.float32(jnp.nan)  # which is not logged
+        no_metrics = {"losses/td_loss": nan, "losses/q_values": nan}
+        return jax.lax.fori_loop(0, schedule["gradient_steps"], update, (state, no_metrics))
 
 
 Algorithm = DQN
 
 
 # === common to all scripts ===
+#
+# What is used of an algorithm: steps_per_iteration, rollout_shape, example, no_noise, is_offline,
+# acts_while_learning, experience_size; the functions init, restart, schedule, draw_noise, policy,
+# act, to_env_action, train_step and, where experience is kept, open_vault.
+
+LONGEST_EPISODE = 30_000  # steps of an evaluation; episodes of Atari have up to 27,000
 
 
 class UsageError(ValueError):
     """A mistake in the flags, found before any training."""
 
 
-def require(ok: Any, message: str) -> None:
-    """Raises UsageError unless `ok`."""
-    if not ok:
+def require(condition: Any, message: str) -> None:
+    """Raises UsageError unless the condition holds."""
+    if not condition:
         raise UsageError(message)
 
 
@@ -287,332 +339,491 @@ class Run:
     track: bool = False  # log to Weights & Biases, too: WANDB_PROJECT, WANDB_ENTITY say where
 
 
-class EnvState(NamedTuple):
-    """Where N environments stand between two rollouts."""
+class Flags(NamedTuple):
+    """All flags."""
 
-    observation: Any  # [N, ...]
-    resetting: Any  # [N] bool, the next step ignores its action and only resets
-    inner: Any = None  # [N, ...], the state of a functional environment
-    length: Any = None  # [N], steps of its episode so far
+    experiment: Run
+    algorithm: Args
 
 
 class Training(NamedTuple):
     """All that changes and that a checkpoint holds; compiled [num_seeds, ...]."""
 
-    agent: Any  # its State
-    key: jax.Array
-    current: jax.Array  # [2, N], return and length so far of the episodes that go on
-    ended: jax.Array  # [3], number, returns, lengths of those that ended since the last point
-    envs: EnvState | None  # of functional environments
+    agent: State
+    key: Array
+    current: Array  # [2, N], return and length so far of the episodes that go on
+    ended: Array  # [3], number, returns, lengths of those that ended in this log interval
+    envs: Any = None  # where functional environments stand
 
 
-def make_envs(run: Run, n: int, video: str = "") -> Any:
-    """A gym.vector.VectorEnv of n environments, the same for every n; a folder for a `video`."""
-    make = partial(gym.make_vec, run.env_id, n, **json.loads(run.env_kwargs))
-    record = partial(gym.wrappers.RecordVideo, video_folder=video)
-    options: dict = dict(render_mode="rgb_array", wrappers=[record]) if video else {}
+def start_training(alg: Algorithm, seed: Array) -> tuple[Training, Array]:
+    """The state before training, and a key to start functional environments with."""
+    key = jax.random.PRNGKey(seed)
+    agent_key, env_key, key = jax.random.split(key, 3)
+    agent = alg.init(agent_key)
+    current = jnp.zeros((2, alg.args.num_envs))
+    return Training(agent, key, current, ended=jnp.zeros(3)), env_key
+
+
+def count_episodes(training: Training, rollout: Step) -> Training:
+    """Adds each step of a rollout [S, N] to the episodes that ended or to those that go on."""
+    done = rollout.terminated | rollout.truncated
+    # Whether the episode of a step ends in this rollout: at that step or at a later one, [S, N].
+    ends = jax.lax.cumsum(done.astype(jnp.int32), reverse=True) > 0
+    # Whether the episode ends that was going on before, [N].
+    first_ends = jnp.any(done, axis=0)
+    steps = jnp.stack([rollout.reward, rollout.is_step])  # [2, S, N]
+    sums = jnp.sum(training.current, axis=1, where=first_ends)
+    sums += jnp.sum(steps, axis=(1, 2), where=ends)
+    ended = training.ended + jnp.append(done.sum(), sums)
+    current = jnp.where(first_ends, 0.0, training.current)
+    current += jnp.sum(steps, axis=1, where=~ends)
+    return training._replace(current=current, ended=ended)
+
+
+def update_training(alg: Algorithm, training: Training, rollout: Step, schedule: dict) -> tuple:
+    """Learns from a rollout [S, N] and counts its episodes: Training, metrics, policy."""
+    key, learn_key = jax.random.split(training.key)
+    agent, metrics = alg.train_step(training.agent, rollout, schedule, learn_key)
+    training = count_episodes(training._replace(agent=agent, key=key), rollout)
+    number = training.ended[0]
+    means = training.ended[1:] / jnp.where(number > 0, number, jnp.nan)  # NaN is not logged
+    metrics["charts/episodic_return"] = means[0]
+    metrics["charts/episodic_length"] = means[1]
+    for name, value in schedule.items():
+        metrics[f"charts/{name}"] = value
+    return training, metrics, alg.policy(agent)
+
+
+def is_native(run: Run, num_envs: int, kwargs: dict) -> bool:
+    """Whether to take the environment's own vector version, and not single ones in a loop.
+
+    From 4 environments on it is faster. It is also taken if there are no single ones, or if they
+    observe something else, so that the environment is the same at every num_envs.
+    """
     native: Any = None
+    single: Any = None
     with suppress(Exception):  # there is none, or it takes other arguments
-        native = make(vectorization_mode="vector_entry_point")
-    envs: Any = None if hasattr(native, "func_env") else native  # Gymnasium steps these wrongly
-    if n < 4 or not envs:
-        try:
-            envs = make(vectorization_mode="sync", vector_kwargs={"copy": False}, **options)
-        except Exception as error:
-            require(envs, f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}")
-    if native and envs.single_observation_space != native.single_observation_space:
-        envs = native
-    require(not video or envs is not native, f"capture_video: {run.env_id} is native, never drawn")
+        native = gym.make_vec(run.env_id, vectorization_mode="vector_entry_point", **kwargs)
+    with suppress(Exception):
+        single = gym.make(run.env_id, **kwargs)
+    if single is None:
+        return native is not None
+    if hasattr(single.unwrapped, "func_env"):  # the native version stops all while one resets
+        return False
+    if native is not None:
+        return num_envs >= 4 or native.single_observation_space != single.observation_space
+    if single.spec.vector_entry_point and kwargs:
+        is_other = is_native(run, 1, {})
+        require(not is_other, "its vector version, which is always taken, refuses these arguments")
+    return False
+
+
+def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "") -> VectorEnv:
+    """N environments that are stepped together; records their episodes if a folder is given."""
+    options: dict = {"vectorization_mode": "vector_entry_point"}
+    try:
+        kwargs = json.loads(run.env_kwargs)
+        if is_native(run, num_envs, kwargs):
+            require(not video_folder, "capture_video: its vector version is never drawn")
+        else:
+            options = {"vectorization_mode": "sync", "vector_kwargs": {"copy": False}}
+        if video_folder:
+            record = partial(gym.wrappers.RecordVideo, video_folder=video_folder)
+            options |= {"render_mode": "rgb_array", "wrappers": [record]}
+        envs = gym.make_vec(run.env_id, num_envs, **options, **kwargs)
+    except Exception as error:
+        raise UsageError(f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}") from error
     mode = str(envs.metadata.get("autoreset_mode"))
     require("NEXT_STEP" in mode, f"{run.env_id}: its autoreset_mode must be NEXT_STEP, not {mode}")
+    space = envs.single_observation_space
+    hint = f"{run.env_id}: observations are {space}, no Box: wrap it as in docs/environments.md"
+    require(isinstance(space, gym.spaces.Box), hint)
+    if args.frame_stack > 1:
+        return importlib.import_module("images").FrameStack(envs, args.frame_stack)
     return envs
 
 
-def see(alg: Algorithm, frame: Any, seen: Any = None, goes_on: Any = None) -> Any:
-    """`frame` [N, ...], or the last K [N, K, ...], with zeros where its episode does not go on."""
-    if alg.args.frame_stack == 1:
-        return frame
-    xp: Any = np if isinstance(frame, np.ndarray) else jnp
-    zeros = xp.zeros((len(frame), alg.args.frame_stack, *frame.shape[1:]), frame.dtype)
-    seen = zeros if seen is None else xp.where(goes_on.reshape(-1, *[1] * frame.ndim), seen, zeros)
-    return xp.concatenate([seen[:, 1:], frame[:, None]], axis=1)
+def environment_seed(run: Run, *step: int) -> int:
+    """The seed of the first of N environments that start at `step`; an evaluation has 0, 1."""
+    words = np.random.SeedSequence([run.seed, *step]).generate_state(1)
+    return int(words[0]) // 4  # 30 bits: some environments take no more than 31
 
 
-def collect(alg: Algorithm, envs: Any, state: EnvState, view: Any, noise: np.ndarray) -> tuple:
-    """Steps the environments with `noise` [S, N, ...]: the EnvState, and the Steps [S, N, ...]."""
-    observation, goes_on = state.observation, ~state.resetting
-    rollout = jax.tree.map(lambda x: np.empty(alg.shape + x.shape, x.dtype), alg.example)
-    _, _, reward, terminated, truncated, is_step, _ = rollout
+def collect_rollout(
+    alg: Algorithm, envs: VectorEnv, observation: np.ndarray, is_step: Any, policy: Any, noise: Any
+) -> tuple[Step, np.ndarray]:
+    """Steps the environments with noise [S, N, ...]: Steps [S, N, ...]; the next is_step [N]."""
+    shape = noise.shape[:2]
+    rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example)
     for t in range(len(noise)):
-        rollout.observation[t] = observation  # now: the step may write over it
-        rollout.action[t] = action = np.asarray(alg.act(view, observation, noise[t]))
-        frame, reward[t], terminated[t], truncated[t], _ = envs.step(alg.to_env(action))
-        observation, is_step[t] = see(alg, frame, observation, goes_on), goes_on
-        goes_on = ~(terminated[t] | truncated[t])
-    return EnvState(observation, ~goes_on), rollout._replace(next_observation=observation.copy())
+        action = np.asarray(alg.act(policy, observation, noise[t]))
+        rollout.observation[t] = observation  # before the step, which may write over it
+        observation, reward, terminated, truncated, _ = envs.step(alg.to_env_action(action))
+        rollout.action[t] = action
+        rollout.reward[t] = reward
+        rollout.terminated[t] = terminated
+        rollout.truncated[t] = truncated
+        rollout.is_step[t] = is_step
+        is_step = ~(rollout.terminated[t] | rollout.truncated[t])
+    return rollout._replace(next_observation=observation.copy()), is_step
 
 
-class FunctionalEnvs:
-    """A functional environment with time limit and NEXT_STEP autoreset, for compiled programs."""
-
-    def __init__(self, alg: Algorithm, env: Any, time_limit: int | None) -> None:
-        self.alg, self.env, self.time_limit = alg, env, time_limit or math.inf
-
-    def reset(self, key: jax.Array, n: int) -> EnvState:
-        """Starts an episode in n of them."""
-        keys, zeros = jax.random.split(key, n), jnp.zeros(n, jnp.int32)
-        inner = jax.vmap(self.env.initial)(keys)
-        frame = jax.vmap(self.env.observation)(inner, keys)
-        return EnvState(see(self.alg, frame), zeros > 0, inner, zeros)
-
-    def step(self, view: Any, state: EnvState, x: tuple) -> tuple[EnvState, Step]:
-        """A step of N of them, with noise, keys, and states for those that only reset."""
-        (noise, keys, starts), is_step, each = x, ~state.resetting, jax.vmap
-        action = self.alg.act(view, state.observation, noise)
-        taken = self.alg.to_env(action)
-        after = each(self.env.transition)(state.inner, taken, keys)
-        reward = jnp.where(is_step, each(self.env.reward)(state.inner, taken, after, keys), 0.0)
-        length = jnp.where(is_step, state.length + 1, 0)
-        terminated = is_step & each(self.env.terminal)(after, keys)
-        done = terminated | (length >= self.time_limit)
-        inner = jax.tree.map(lambda *x: each(jnp.where)(is_step, *x), after, starts)
-        step = Step(state.observation, action, reward, terminated, done & ~terminated, is_step)
-        frame = each(self.env.observation)(inner, keys)
-        return EnvState(see(self.alg, frame, state.observation, is_step), done, inner, length), step
-
-    def collect(self, state: EnvState, view: Any, noise: Any, key: jax.Array) -> tuple:
-        """What the function `collect` does."""
-        keys = jax.random.split(key, noise.shape[:2])
-        starts = jax.vmap(jax.vmap(self.env.initial))(keys)  # at once: a tenth of the time
-        state, rollout = jax.lax.scan(partial(self.step, view), state, (noise, keys, starts))
-        return state, rollout._replace(next_observation=state.observation)
-
-    def evaluate(self, view: Any, n: int, seed: int) -> jax.Array:
-        """Returns [n] of n episodes without exploration, of at most 10,000 steps."""
-        key, greedy, steps = jax.random.PRNGKey(seed), self.alg.greedy, min(self.time_limit, 10_000)
-        noise = jnp.broadcast_to(greedy, (int(steps), n, *greedy.shape))
-        _, rollout = self.collect(self.reset(jax.random.fold_in(key, 0), n), view, noise, key)
-        done = rollout.terminated | rollout.truncated
-        return jnp.sum(rollout.reward, axis=0, where=jnp.cumsum(done, axis=0) - done == 0)
-
-
-def evaluate(alg: Algorithm, run: Run, view: Any, n: int, seed: int, video: str = "") -> Any:
-    """What `FunctionalEnvs.evaluate` does, in ordinary environments; `video` as of `make_envs`."""
-    returns, over, noise = np.zeros(n), np.zeros(n, bool), np.stack([alg.greedy] * n)
-    with closing(make_envs(run, n, video)) as envs:
-        observation = see(alg, envs.reset(seed=seed)[0])
-        for _ in range(30_000):  # some episodes never end; the longest of Atari have 27,000 steps
-            action = alg.to_env(np.asarray(alg.act(view, observation, noise)))
-            frame, reward, terminated, truncated, _ = envs.step(action)
-            observation = see(alg, frame, observation, ~over)
-            returns += np.where(over, 0, reward)
-            over |= terminated | truncated
-            if over.all():
-                break
+def evaluate(
+    alg: Algorithm, run: Run, policy: Any, episodes: int, video_folder: str = ""
+) -> np.ndarray:
+    """Returns [episodes] of the first episode of as many environments, without exploration."""
+    no_noise = np.stack([alg.no_noise] * episodes)
+    returns = np.zeros(episodes)
+    is_over = np.zeros(episodes, bool)
+    with closing(make_envs(alg.args, run, episodes, video_folder)) as envs:
+        observation, _ = envs.reset(seed=environment_seed(run, 0, 1))
+        for _ in range(LONGEST_EPISODE):
+            action = np.asarray(alg.act(policy, observation, no_noise))
+            observation, reward, terminated, truncated, _ = envs.step(alg.to_env_action(action))
+            returns += np.where(is_over, 0, reward)
+            is_over |= terminated | truncated
+            if is_over.all():
+                return returns
+    tqdm.write(f"an evaluation cuts off episodes after {LONGEST_EPISODE:,} steps")
     return returns
 
 
-def learn(alg: Algorithm, training: Training, rollout: Step, now: dict) -> tuple:
-    """Learns from a rollout [S, N], counts the episodes: Training, metrics, view to act with."""
-    key, learn_key = jax.random.split(training.key)
-    agent, metrics = alg.train_step(training.agent, rollout, now, learn_key)
-    done, t = rollout.terminated | rollout.truncated, jnp.arange(alg.shape[0])[:, None]
-    end = jnp.max(jnp.where(done, t + 1, 0), axis=0, initial=0)  # [N], of the last that ended
-    new = jnp.stack([rollout.reward, rollout.is_step])
-    current = jnp.where(end > 0, 0.0, training.current) + jnp.where(t >= end, new, 0.0).sum(axis=1)
-    sums = jnp.sum(training.current - current, axis=1) + jnp.sum(new, axis=(1, 2))
-    ended = training.ended + jnp.append(done.sum(), sums)
-    mean_return, mean_length = ended[1:] / jnp.where(ended[0] > 0, ended[0], jnp.nan)
-    metrics |= {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
-    metrics |= {f"charts/{name}": x for name, x in now.items()}
-    return Training(agent, key, current, ended, training.envs), metrics, alg.view(agent)
+class OrdinaryLoop:
+    """Trains one agent in environments that are stepped from Python."""
 
+    def __init__(self, alg: Algorithm, run: Run) -> None:
+        self.alg = alg
+        self.run = run
+        self.update = jax.jit(partial(update_training, alg), donate_argnums=0)
+        self.draw_noises = jax.jit(jax.vmap(self.draw_noise))
 
-def train_compiled(alg: Algorithm, run: Run, envs: Any, training: Training, steps: range) -> Any:
-    """Trains in functional environments: gives step, Training, metrics for each log interval."""
+    def start(self) -> Training:
+        """The state before training."""
+        seed = np.uint32(self.run.seed % 2**32)
+        training, _ = jax.jit(start_training, static_argnums=0)(self.alg, seed)
+        return training
 
-    def iterate(training: Training, now: dict) -> tuple[Training, dict]:
-        key, noise_key, env_key = jax.random.split(training.key, 3)
-        noise, view = alg.explore(noise_key, now), alg.view(training.agent)
-        env_state, rollout = envs.collect(training.envs, view, noise, env_key)
-        return learn(alg, training._replace(envs=env_state, key=key), rollout, now)[:2]
+    def draw_noise(self, step: Array, schedule: dict) -> Array:
+        """The noise of the rollout that starts at `step`."""
+        key = jax.random.fold_in(jax.random.PRNGKey(self.run.seed), step)
+        return self.alg.draw_noise(key, schedule)
 
-    agents = jax.vmap(partial(jax.lax.scan, iterate), in_axes=(0, None))
-    places = jax.tree.map(lambda x: x.sharding, training), None
-    compiled = jax.jit(agents, donate_argnums=0, out_shardings=places)
-    for step in steps:
-        schedule = alg.schedule(np.arange(step, step + steps.step, alg.size))
-        training = training._replace(ended=jnp.zeros_like(training.ended))
-        training, metrics = compiled(training, schedule)
-        yield step + steps.step, training, jax.tree.map(lambda x: x[:, -1], metrics)
-
-
-def train_on_host(alg: Algorithm, run: Run, envs: Any, training: Training, steps: range) -> Any:
-    """What `train_compiled` does, in ordinary environments; if one fails, without the metrics."""
-    n, key = alg.shape[1], jax.random.PRNGKey(run.seed)
-    explore = jax.jit(jax.vmap(lambda i, now: alg.explore(jax.random.fold_in(key, i), now)))
-    update = jax.jit(partial(learn, alg), donate_argnums=0)
-    view = jax.tree.map(jnp.copy, alg.view(training.agent))  # `update` takes the training away
-    training = training._replace(agent=alg.restart(training.agent), current=jnp.zeros((2, n)))
-    with closing(make_envs(run, n)) as envs, ThreadPoolExecutor(max_workers=1) as learner:
-        env_state = EnvState(see(alg, envs.reset(seed=run.seed + steps.start)[0]), np.zeros(n) > 0)
-        learning: Any = learner.submit(lambda: (training, {}, view))
+    def iterations(self, steps: range) -> Iterator:
+        """Yields the first step of each iteration, its schedule and its noise."""
         for begin in steps:
-            at = np.arange(begin, begin + steps.step, alg.size)
-            schedule = alg.schedule(at)
-            noise = np.asarray(explore(at, schedule))
-            for i, step in enumerate(at):
+            starts = np.arange(begin, begin + steps.step, self.alg.steps_per_iteration)
+            schedules = self.alg.schedule(starts)
+            noises = np.asarray(self.draw_noises(starts, schedules))  # in one call, which is faster
+            for i, step in enumerate(starts):
+                schedule = {name: values[i] for name, values in schedules.items()}
+                yield int(step), schedule, noises[i]
+
+    def intervals(self, training: Training, steps: range) -> Iterator:
+        """Yields step, Training, metrics of each log interval; no metrics before an error."""
+        alg = self.alg
+        failure = None
+        agent = alg.restart(training.agent)
+        training = training._replace(agent=agent, current=jnp.zeros_like(training.current))
+        # A copy, because `update` writes over the state while the policy is acted with.
+        policy = jax.tree.map(jnp.copy, alg.policy(agent))
+        learning: Future = Future()
+        learning.set_result((training, {}, policy))
+        envs = make_envs(alg.args, self.run, alg.args.num_envs)
+        with closing(envs), ThreadPoolExecutor(max_workers=1) as learner:
+            observation, _ = envs.reset(seed=environment_seed(self.run, steps.start))
+            is_step = np.ones(len(observation), bool)
+            for step, schedule, noise in self.iterations(steps):
                 try:
-                    env_state, rollout = collect(alg, envs, env_state, view, noise[i])
+                    rollout, is_step = collect_rollout(
+                        alg, envs, observation, is_step, policy, noise
+                    )
                 except Exception as error:
-                    error.add_note(f"in {run.env_id} at step {step}")
-                    yield int(step), learning.result()[0], None
-                    raise
-                training, metrics, view = learning.result()
-                if i == 0:
-                    if begin > steps.start:
-                        yield begin, training, metrics
+                    error.add_note(f"in {self.run.env_id} at step {step}")
+                    failure = error
+                training, metrics, policy = learning.result()
+                if failure:
+                    yield step, training, None
+                    raise failure
+                observation = rollout.next_observation
+                if step in steps[1:]:
+                    yield step, training, metrics
+                if step in steps:
                     training = training._replace(ended=jnp.zeros(3))
-                now = {name: x[i] for name, x in schedule.items()}
-                learning = learner.submit(update, training, rollout, now)
-                if not alg.overlap:
-                    view = learning.result()[-1]
-        yield steps[-1] + steps.step, *learning.result()[:2]
+                learning = learner.submit(self.update, training, rollout, schedule)
+                if not alg.acts_while_learning:
+                    _, _, policy = learning.result()
+            training, metrics, _ = learning.result()
+            yield steps[-1] + steps.step, training, metrics
+
+    def evaluate(self, policy: Any) -> np.ndarray:
+        """Returns [eval_episodes] without exploration."""
+        return evaluate(self.alg, self.run, policy, self.run.eval_episodes)
 
 
-def set_up(args: Args, run: Run, folder: Path) -> tuple[Any, Any, Training]:
-    """The algorithm, FunctionalEnvs or None, and the state before training; checks the flags."""
-    low = [k for k, x in (asdict(args) | asdict(run)).items() if type(x) is int and x < 1]
-    require(not set(low) - {"seed", "eval_episodes"}, f"must be at least 1: {', '.join(low)}")
-    with closing(make_envs(run, 1, f"{folder}/videos" if run.capture_video else "")) as single:
-        space, action_space = single.single_observation_space, single.single_action_space
-        inner, spec = getattr(single, "envs", [single])[0].unwrapped, single.spec
-    hint = f"{run.env_id}: observations are {space}, no Box: wrap it as in docs/environments.md"
-    require(isinstance(space, gym.spaces.Box), hint)
-    shape = (args.frame_stack, *space.shape) if args.frame_stack > 1 else space.shape
-    observation = np.zeros(shape, np.uint8 if space.dtype == np.uint8 else np.float32)
-    alg, n = Algorithm(args, observation, action_space), args.num_envs
-    on_host = spec.additional_wrappers or getattr(args, "offline", "")
-    env = None if on_host else getattr(inner, "func_env", None)
-    envs, one = FunctionalEnvs(alg, env, spec.max_episode_steps), run.num_seeds == 1
-    require(env or run.num_seeds == run.num_devices == 1, f"{run.env_id} trains one agent only")
-
-    def start(seed: jax.Array) -> Training:
-        agent_key, env_key, key = jax.random.split(jax.random.PRNGKey(seed), 3)
-        env_state = envs.reset(env_key, n) if env else None
-        return Training(alg.init(agent_key), key, jnp.zeros((2, n)), jnp.zeros(3), env_state)
-
-    seeds = (run.seed + np.arange(run.num_seeds)).astype(np.uint32)
-    if not env:
-        return alg, None, jax.jit(start)(seeds[0])
-    training = jax.jit(partial(jax.lax.map, start))(seeds)  # XLA hangs in ten QR at once
-    parts, devices = n if one else run.num_seeds, jax.devices()[: run.num_devices]
-    fits = len(devices) == run.num_devices and parts % len(devices) == 0
-    require(fits, f"num_devices: only {len(devices)} are there, or it does not divide {parts}")
-    mesh = jax.sharding.Mesh(np.array(devices), "devices")
-    spread = NamedSharding(mesh, PartitionSpec(*[None] * one, "devices"))  # jit follows the data
-    rest = NamedSharding(mesh, PartitionSpec()) if one else spread
-    return alg, envs, jax.device_put(training, Training._make([*[rest] * 4, spread]))
+def check_flags(args: Args, run: Run) -> None:
+    """Finds the mistakes that can be seen without an environment."""
+    flags = asdict(args) | asdict(run)
+    for name, value in flags.items():
+        least = 0 if name in ("seed", "eval_episodes") else 1
+        if type(value) is int and value < least:
+            raise UsageError(f"{name} must be at least {least}, not {value}")
+    is_object = isinstance(json.loads(run.env_kwargs), dict)
+    require(is_object, f"env_kwargs must be an object in JSON, not {run.env_kwargs}")
+    if run.track:
+        importlib.import_module("wandb")
 
 
-def start_log(run: Run, folder: Path, flags: dict, begun: int) -> Callable[[int, dict], None]:
-    """What writes {tag: [num_seeds]} of a step to TensorBoard's event files, one for each agent."""
-    if run.track:  # Weights & Biases follows the event files
-        wandb, name = importlib.import_module("wandb"), folder.name
-        wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
-    folders = [str(folder), *(f"{folder}/seed_{run.seed + i}" for i in range(1, run.num_seeds))]
-    writers = [event_file_writer.EventFileWriter(x) for x in folders]
-    table = "|flag|value|\n|-|-|\n" + "".join(f"|{k}|{x}|\n" for k, x in flags.items())
-    start = partial(Event, wall_time=time.time(), step=begun + 1)
-    for writer in writers:
-        writer.add_event(start(session_log=SessionLog(status=SessionLog.START)))  # drops later
-        writer.add_event(start(summary=text_pb("hyperparameters", table)))
+def set_up(args: Args, run: Run) -> tuple:
+    """The algorithm and the loop that trains it; checks the flags."""
+    check_flags(args, run)
+    with tempfile.TemporaryDirectory() as folder:
+        envs: Any = make_envs(args, run, 1, folder if run.capture_video else "")
+        envs.close()
+    space = envs.single_observation_space
+    dtype = np.uint8 if space.dtype == np.uint8 else np.float32
+    env = envs.unwrapped.envs[0] if hasattr(envs.unwrapped, "envs") else envs
+    is_functional = hasattr(env.unwrapped, "func_env") and not envs.spec.additional_wrappers
+    try:
+        alg = Algorithm(args, np.zeros(space.shape, dtype), envs.single_action_space)
+        if is_functional and not alg.is_offline:
+            compiled = importlib.import_module("compiled")
+            parts = [partial(start_training, alg), partial(update_training, alg)]
+            loop: Any = compiled.CompiledLoop(alg, run, env, *parts, LONGEST_EPISODE)
+        else:
+            is_one = run.num_seeds == run.num_devices == 1
+            require(is_one, f"{run.env_id} trains one agent only, on one device")
+            loop = OrdinaryLoop(alg, run)
+    except ValueError as error:
+        raise UsageError(error) from error
+    is_kept = alg.experience_size == 0 or run.num_seeds == 1
+    require(is_kept, "save_experience: only that of one agent is kept")
+    return alg, loop
 
-    def log(step: int, metrics: dict) -> None:
-        for i, writer in enumerate(writers):  # in one event: add_scalar takes 0.2 ms for each
-            values = {tag: np.broadcast_to(x, len(writers))[i] for tag, x in metrics.items()}
-            points = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items() if x == x]
-            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
-            writer.flush()  # raises the error of a full disk
 
-    return log
+def steps_per_interval(alg: Algorithm, run: Run) -> int:
+    """The steps of a log interval, which is whole iterations."""
+    steps = math.ceil(run.log_interval / alg.steps_per_iteration) * alg.steps_per_iteration
+    is_kept = alg.experience_size == 0 or steps <= alg.experience_size
+    require(is_kept, f"save_experience: log_interval {steps} is more than buffer_size holds")
+    return steps
 
 
-def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Training, Any, Path]:
-    """Trains num_seeds agents: the state, the mean of the last returns [num_seeds], the folder."""
-    name = re.sub("[/:]", "-", f"{run.env_id}__{run.exp_name}__{run.seed}__{int(time.time())}")
-    folder = Path(run.resume or f"runs/{name}").absolute()
-    alg, envs, training = set_up(args, run, folder)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    manager = ocp.CheckpointManager(folder / "checkpoints", options=options)
-    begun, seed = manager.latest_step() or 0, run.seed + 1_000_000  # which training does not use
+def new_folder(run: Run) -> Path:
+    """A folder under runs/ that no other run has."""
+    start = int(time.time())
+    while True:
+        name = f"{run.env_id}__{run.exp_name}__{run.seed}__{start}"
+        folder = Path("runs", re.sub("[/:]", "-", name)).absolute()
+        with suppress(FileExistsError):  # of a run that started in the same second
+            folder.mkdir(parents=True)
+            return folder
+        start += 1
+
+
+def saved_flags(folder: Path) -> Flags:
+    """The flags that a run was started with."""
+    saved = json.loads((folder / "args.json").read_text())
+    is_ours = saved["args"].keys() == asdict(Args()).keys()
+    require(is_ours, f"resume: {folder} is a run of another script")
+    return Flags(Run(**saved["run"]), Args(**saved["args"]))
+
+
+def open_folder(args: Args, run: Run) -> Path:
+    """The folder of a new run, or of the one to go on with; the flags are in its args.json."""
     if run.resume:
-        training = manager.restore(begun, args=ocp.args.StandardRestore(training))
-    (folder / "args.json").write_text(json.dumps({"run": asdict(run), "args": asdict(args)}))
-    vault = alg.vault(folder / "experience") if getattr(args, "save_experience", False) else None
-    require(vault is None or run.num_seeds == 1, "save_experience: only that of one agent is kept")
-    if vault is not None:  # of a run that is resumed it drops what came after the checkpoint
+        folder = Path(run.resume).absolute()
+        started, started_args = saved_flags(folder)
+        same_args = replace(started_args, total_timesteps=args.total_timesteps)
+        require(args == same_args, "resume: only total_timesteps may change")
+        for name in ("env_id", "env_kwargs", "seed", "num_seeds"):
+            before = getattr(started, name)
+            require(getattr(run, name) == before, f"resume: {name} must stay {before}")
+        run = started
+    else:
+        folder = new_folder(run)
+    flags = {"run": asdict(run), "args": asdict(args)}
+    (folder / "args.json").write_text(json.dumps(flags))
+    return folder
+
+
+def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list[EventFileWriter]:
+    """TensorBoard's event files, one for each agent."""
+    if run.track:  # Weights & Biases follows the event files
+        wandb = importlib.import_module("wandb")
+        name = folder.name
+        wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
+    table = "|flag|value|\n|-|-|\n"
+    for name, value in flags.items():
+        table += f"|{name}|{value}|\n"
+    start = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of later steps
+    writers = []
+    for i in range(run.num_seeds):
+        path = folder / f"seed_{run.seed + i}" if i > 0 else folder
+        writer = EventFileWriter(str(path), flush_secs=1)
+        event = partial(Event, wall_time=time.time(), step=begun + 1)
+        writer.add_event(event(session_log=start))
+        writer.add_event(event(summary=text_pb("hyperparameters", table)))
+        writers.append(writer)
+    return writers
+
+
+def write_metrics(writers: list[EventFileWriter], step: int, metrics: dict) -> None:
+    """Writes {tag: one value, or one for each agent}, but not NaN."""
+    for i, writer in enumerate(writers):
+        points = []
+        for tag, values in metrics.items():
+            value = np.broadcast_to(values, len(writers))[i]
+            if not np.isnan(value):
+                points.append(Summary.Value(tag=tag, simple_value=value))
+        # All in one event, because add_scalar takes 0.2 ms for each.
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+
+
+def recent_returns(intervals: Iterable, otherwise: Any) -> np.ndarray:
+    """Mean return [num_seeds] over the fewest newest log intervals in which 100 episodes ended.
+
+    `intervals` have `ended` of Training, the newest first. Without an episode it is `otherwise`.
+    """
+    total: Any = 0
+    for ended in intervals:
+        total = total + ended
+        number, returns, _ = total.T
+        if number.min() >= 100:
+            break
+    return np.where(number > 0, returns / np.maximum(number, 1), otherwise)
+
+
+def evaluate_agents(
+    alg: Algorithm, run: Run, loop: Any, training: Training, step: int, folder: Path
+) -> Any:
+    """The mean return of each agent [num_seeds] without exploration, and a video of an episode."""
+    scores = np.nan
+    policy = alg.policy(training.agent)
+    if not jnp.isfinite(ravel_pytree(policy)[0]).all():
+        tqdm.write(f"{step:,} steps: parameters are not finite, training has diverged")
+    if run.eval_episodes > 0:
+        returns = loop.evaluate(policy).reshape(run.num_seeds, -1)
+        tqdm.write(f"{step:,} steps: return {returns.mean():.1f} without exploration")
+        scores = returns.mean(axis=1)
+    if run.capture_video:
+        if training.envs is not None:  # compiled: that of the first agent
+            policy = jax.tree.map(lambda x: x[0], policy)
+        try:
+            evaluate(alg, run, policy, 1, f"{folder}/videos/{step}")
+        except Exception as error:
+            error.add_note("MuJoCo without a screen needs MUJOCO_GL=egl or MUJOCO_GL=osmesa")
+            raise
+    return scores
+
+
+def show_progress(bar: tqdm, steps: range, step: int, speed: float, mean_return: float) -> None:
+    """The bar in a terminal; elsewhere a line about every 5 percent."""
+    text = f"return {mean_return:.1f}"
+    bar.set_postfix_str(text, refresh=False)
+    bar.update(steps.step)
+    if bar.disable and step % max(steps.stop // 20, 1) < steps.step:
+        print(f"{step:,} steps, {speed:,.0f} a second, {text}", flush=True)
+
+
+def open_checkpoints(run: Run, folder: Path, training: Training) -> tuple:
+    """The checkpoints of a run; step and state of the newest, of a new run 0 and `training`."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    checkpoints = ocp.CheckpointManager(folder / "checkpoints", options=options)
+    if not run.resume:
+        return checkpoints, 0, training
+    step = checkpoints.latest_step()
+    require(step is not None, f"resume: {folder} has no checkpoint")
+    return checkpoints, step, checkpoints.restore(step, args=ocp.args.StandardRestore(training))
+
+
+def save(checkpoints: Any, writers: list[EventFileWriter], step: int, training: Training) -> None:
+    """Saves the state of training and what was logged until then."""
+    for writer in writers:
+        writer.flush()  # raises the error of a full disk
+    if step == checkpoints.latest_step():
+        return
+    folder = checkpoints.directory.parent
+    size = sum(x.nbytes for x in jax.tree.leaves(training))
+    # In one line, where orbax would fail in many.
+    has_room = shutil.disk_usage(folder).free > 2 * size
+    require(has_room, f"no space left, --resume {folder}")
+    checkpoints.save(step, args=ocp.args.StandardSave(training))
+
+
+def train(args: Args, run: Run, stop: Callable[[], bool] = lambda: False) -> tuple:
+    """Trains num_seeds agents, until `stop` says so after a log interval.
+
+    Returns the state, the mean return of the last episodes [num_seeds], the folder.
+    """
+    alg, loop = set_up(args, run)
+    interval = steps_per_interval(alg, run)
+    folder = open_folder(args, run)
+    checkpoints, begun, training = open_checkpoints(run, folder, loop.start())
+    writers = open_writers(run, folder, asdict(run) | asdict(args), begun)
+    vault = alg.open_vault(folder / "experience") if alg.experience_size > 0 else None
+    if vault is not None:  # drops what a run that is resumed had after its checkpoint
         vault.write(training.agent.replay)
-    log = start_log(run, folder, asdict(run) | asdict(args), begun)
-    total, interval = args.total_timesteps, math.ceil(run.log_interval / alg.size) * alg.size
-    steps, recent, start_time = range(begun, total, interval), deque[Any](), time.time()
-    loop, score = (train_compiled if envs else train_on_host), math.nan
-    intervals = loop(alg, run, envs, training, steps) if steps else [(begun, training, {})]
-    every: Any = envs and jax.jit(jax.vmap(partial(envs.evaluate, n=run.eval_episodes, seed=seed)))
+    steps = range(begun, args.total_timesteps, interval)
+    # A run that is complete is only evaluated.
+    intervals = loop.intervals(training, steps) if steps else [(begun, training, {})]
     bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
+    ended: deque[np.ndarray] = deque(maxlen=1_000)
+    scores = np.nan
+    start_time = time.time()
     for step, training, metrics in intervals:
-        stopped, metrics = (asked := stop()) or metrics is None, jax.device_get(metrics or {})
-        recent.append(np.asarray(training.ended).reshape(-1, 3))
-        while (sum(recent) - recent[0])[:, 0].min() >= 100:
-            recent.popleft()
-        metrics["charts/SPS"] = sps = (step - begun or math.nan) / (time.time() - start_time)
-        is_due = step >= total or step % run.checkpoint_interval < interval
-        view = alg.view(training.agent)
-        if run.eval_episodes and is_due and not stopped:
-            scores = every(view) if envs else evaluate(alg, run, view, run.eval_episodes, seed)
-            metrics["eval/episodic_return"] = score = np.mean(scores, axis=-1)
-            tqdm.write(f"{step:,} steps: return {np.mean(scores):.1f} without exploration")
-        if run.capture_video and is_due and not stopped:
-            first = jax.tree.map(lambda x: x[0], view) if envs else view
-            evaluate(alg, run, first, 1, seed, f"{folder}/videos/{step}")
-        number, returns, _ = sum(recent).T
-        returns = np.where(number, returns / np.maximum(number, 1), score)  # offline none ends
-        bar.set_postfix_str(f"return {returns.mean():.1f}", refresh=False)
-        bar.update(interval)
-        if bar.disable and step % max(total // 20, 1) < interval:
-            print(f"{step:,} steps, {sps:,.0f} a second, return {returns.mean():.1f}", flush=True)
-        log(step, metrics)
         if vault is not None:
             vault.write(training.agent.replay)
-        if (stopped or is_due) and step != manager.latest_step():
-            size = sum(x.nbytes for x in jax.tree.leaves(training))  # orbax fails in many lines
-            require(shutil.disk_usage(folder).free > 2 * size, f"no space left, --resume {folder}")
-            manager.save(step, args=ocp.args.StandardSave(training))
-        if asked:  # where an environment failed, the next step of the loop raises its error
+        if metrics is None:  # an environment failed: its error comes next
+            save(checkpoints, writers, step, training)
+            continue
+        is_stopped = stop()
+        is_due = step >= args.total_timesteps or step % run.checkpoint_interval < interval
+        speed = (step - begun) / (time.time() - start_time)
+        if metrics:
+            write_metrics(writers, step, jax.device_get(metrics) | {"charts/SPS": speed})
+        if is_due or is_stopped:
+            save(checkpoints, writers, step, training)
+        if is_due and not is_stopped:
+            scores = evaluate_agents(alg, run, loop, training, step, folder)
+            write_metrics(writers, step, {"eval/episodic_return": scores})
+        ended.appendleft(np.asarray(training.ended).reshape(-1, 3))
+        returns = recent_returns(ended, otherwise=scores)
+        show_progress(bar, steps, step, speed, returns.mean())
+        if is_stopped:
             break
+    for writer in writers:
+        writer.flush()
     return training, returns, folder
+
+
+def parse_flags() -> Flags:
+    """The flags of the command line. In a run that is resumed its own are the defaults."""
+    parse = partial(tyro.cli, Flags, description=__doc__, config=[tyro.conf.OmitArgPrefixes])
+    flags = parse()
+    if flags.experiment.resume:
+        flags = parse(default=saved_flags(Path(flags.experiment.resume)))
+    return flags
 
 
 def main() -> None:
     """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # acting: 12 us a call, and not 41
     threading.excepthook = lambda _: None  # TensorBoard's thread: its writer raises the error, too
-    Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
-    parse = partial(tyro.cli, Flags, description=__doc__, config=[tyro.conf.OmitArgPrefixes])
     interrupted = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        run, args = parse()
-        if run.resume:
-            saved = json.loads(Path(run.resume, "args.json").read_text())
-            run, args = parse(default=Flags(Run(**saved["run"]), Args(**saved["args"])))
-            same = saved["args"] | {"total_timesteps": args.total_timesteps}
-            require(asdict(args) == same, "resume: only total_timesteps may change")
+        run, args = parse_flags()
         _, returns, folder = train(args, run, interrupted.is_set)
     except (UsageError, json.JSONDecodeError, ImportError, OSError) as error:
         print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         sys.exit(2)
-    print(f"{folder}: mean return of the last episodes", *(f"{x:.1f}" for x in returns))
+    print(f"{folder}: mean return of the last episodes", *np.round(returns, 1))
     sys.exit(130 if interrupted.is_set() else 0)
 
 

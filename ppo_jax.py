@@ -3,12 +3,22 @@
     python ppo_jax.py --env-id CartPole-v1 --num-envs 64
     python ppo_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10
 
-An iteration: N environments make S steps with fixed parameters, `train_step` learns from them.
-Ordinary environments are stepped from Python, functional ones are compiled with the learning.
-Actions: Discrete, or a Box [A]. Shape letters: B rows of a batch, A actions or axes of one.
+In an iteration N environments make S steps with the same parameters, and these are then updated:
+
+    for each log interval:                                                # train
+        for each of its iterations:                                       # OrdinaryLoop.intervals
+            noise = draw_noise(key, schedule)
+            for each of S steps:                                          # collect_rollout
+                action = act(policy, observation, noise)
+                observation, reward, terminated, truncated = envs.step(action)
+            state, metrics = train_step(state, rollout, schedule, key)    # update_training
+        write_metrics; when they are due, save and evaluate_agents
+
+Environments written in JAX are compiled with the learning into one program: compiled.py.
 
 Advantages of Schulman et al. 2016, arXiv 1506.02438, and the details of Huang et al. 2022. Differs:
 an episode cut off by a time limit is bootstrapped; running statistics change between rollouts.
+B are the rows of a batch, A the actions, or the axes of one in a Box.
 """
 
 import importlib
@@ -18,13 +28,14 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,15 +48,18 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
+from gymnasium.vector import VectorEnv
+from jax import Array
 from jax.flatten_util import ravel_pytree
-from jax.sharding import NamedSharding, PartitionSpec
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tqdm import tqdm
 
 import buffers
+
+Choice = Literal["auto", "yes", "no"]
 
 
 @dataclass(frozen=True)
@@ -68,37 +82,10 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # norm that longer gradients are scaled down to
     target_kl: float = math.inf  # KL divergence from the old policy that ends the epochs
-    normalize_observations: Literal["auto", "yes", "no"] = "auto"  # auto: with Box actions
-    normalize_rewards: Literal["auto", "yes", "no"] = "auto"  # by the deviation of the return
+    normalize_observations: Choice = "auto"  # auto: with Box actions
+    normalize_rewards: Choice = "auto"  # by the deviation of the return; auto: with Box actions
     frame_stack: int = 1  # how many of an episode's last observations the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show them as they are
-
-
-def prepare(x: jax.Array) -> jax.Array:
-    """Observations [B, ...] as float32: uint8 images from 36x36 on [B, H, W, C], others [B, F]."""
-    images, x = x.dtype == jnp.uint8, x.astype(jnp.float32)
-    if images and x.ndim in (3, 4, 5):
-        x = x[..., None] if x.ndim == 3 else x
-        x = jnp.moveaxis(x, -3, -1) if x.shape[-3] < x.shape[-1] else x  # channels are in front
-        x = jnp.moveaxis(x, 1, 3).reshape(len(x), *x.shape[2:4], -1) if x.ndim == 5 else x
-    x = x / 255 if images else x
-    return x if images and x.ndim == 4 and min(x.shape[1:3]) >= 36 else x.reshape(len(x), -1)
-
-
-def convolve(x: jax.Array, channels: int, size: int, stride: int) -> jax.Array:
-    """nn.Conv of x [B, H, W, C] as a product: in a loop on a CPU its gradient takes 20 times."""
-    b, h, w, k = len(x), x.shape[1] // stride, x.shape[2] // stride, size // stride
-    x = x[:, : h * stride, : w * stride].reshape(b, h, stride, w, -1).swapaxes(2, 3)
-    x = x.reshape(b, h, w, -1)  # blocks of stride x stride pixels are channels
-    window = [x[:, i : i + h - k + 1, j : j + w - k + 1] for i in range(k) for j in range(k)]
-    return nn.Dense(channels)(jnp.concatenate(window, axis=-1))
-
-
-def nature_cnn(x: jax.Array) -> jax.Array:
-    """Features [B, 512] of images [B, H, W, C], by the convolutions of Mnih et al. 2015."""
-    for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-        x = nn.relu(convolve(x, channels, size, stride))
-    return nn.relu(nn.Dense(512)(x.reshape(len(x), -1)))
 
 
 class ActorCritic(nn.Module):
@@ -108,23 +95,27 @@ class ActorCritic(nn.Module):
     gaussian: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def dense(x: jax.Array, size: int, scale: float) -> jax.Array:
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        def dense(x: Array, size: int, scale: float) -> Array:
             return nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))(x)
 
-        def mlp(x: jax.Array) -> jax.Array:
-            return nn.tanh(dense(nn.tanh(dense(x, 64, 2**0.5)), 64, 2**0.5))
+        def mlp(x: Array) -> Array:
+            x = nn.tanh(dense(x, 64, 2**0.5))
+            return nn.tanh(dense(x, 64, 2**0.5))
 
-        x = prepare(x)
-        if x.ndim == 4:
-            actor = critic = nature_cnn(x)
+        if x.dtype == jnp.uint8 and x.ndim > 2 and sorted(x.shape[1:])[-2] >= 36:
+            actor = critic = importlib.import_module("images").nature_cnn(x)
         else:
-            actor, critic = mlp(x), mlp(x)
-        output, value = dense(actor, self.num_actions, 0.01), dense(critic, 1, 1.0)[:, 0]
+            x = x.reshape(len(x), -1).astype(jnp.float32)
+            actor = mlp(x)
+            critic = mlp(x)
+        output = dense(actor, self.num_actions, 0.01)
+        value = dense(critic, 1, 1.0)
         if self.gaussian:
             log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,))
-            output = jnp.concatenate([output, jnp.broadcast_to(log_std, output.shape)], axis=-1)
-        return output, value
+            log_std = jnp.broadcast_to(log_std, output.shape)
+            output = jnp.concatenate([output, log_std], axis=-1)
+        return output, value[:, 0]
 
 
 class Step(NamedTuple):
@@ -142,255 +133,338 @@ class Step(NamedTuple):
 class Moments(NamedTuple):
     """Running statistics of an array [...]."""
 
-    mean: jax.Array  # [...]
-    variance: jax.Array  # [...]
-    rows: jax.Array  # [] taken in so far
+    mean: Array  # [...]
+    variance: Array  # [...]
+    rows: Array  # [] taken in so far
 
 
 class State(NamedTuple):
     """All that learning changes."""
 
-    params: jax.Array  # [P], as one vector: the fewer arrays, the faster the call of a program
+    params: Array  # [P], as one vector: the fewer arrays, the faster the call of a program
     opt_state: optax.OptState
     observations: Moments | None  # of observations, None if they are not normalised
     returns: Moments | None  # of discounted returns, None if rewards are not normalised
-    discounted: jax.Array  # [N], discounted returns so far of the episodes that go on
+    discounted: Array  # [N], discounted returns so far of the episodes that go on
+
+
+class Batch(NamedTuple):
+    """Steps, and what policy and value said of them when they were made: [B, ...]."""
+
+    observation: Array  # normalised, if observations are
+    action: Array
+    is_step: Array
+    log_prob: Array
+    value: Array
+    advantage: Array
 
 
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
-def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+def masked_mean(x: Array, mask: Array) -> Array:
     """Mean [...] of the rows of x [B, ...] whose mask [B] is set, 0 if there are none."""
-    total = jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0).sum(axis=0)
-    return total / jnp.maximum(mask.sum(), 1)
+    number = jnp.maximum(mask.sum(), 1)
+    mask = mask.reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(mask, x, 0.0).sum(axis=0) / number
 
 
-def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Their variance [...]."""
-    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+def masked_variance(x: Array, mask: Array) -> Array:
+    """Variance [...] of the same rows."""
+    deviation = x - masked_mean(x, mask)
+    return masked_mean(deviation**2, mask)
 
 
-def update_moments(moments: Moments, x: jax.Array, mask: jax.Array) -> Moments:
-    """Takes in the rows of x [B, ...] whose mask [B] is set."""
-    rows = moments.rows + mask.sum()
-    share = mask.sum() / jnp.maximum(rows, 1)
+def update_moments(moments: Moments, x: Array, mask: Array) -> Moments:
+    """Takes in the rows of x [B, ...] whose mask [B] is set: Chan et al. 1979."""
+    new_rows = mask.sum()
+    rows = moments.rows + new_rows
+    share = new_rows / jnp.maximum(rows, 1)
     step = masked_mean(x, mask) - moments.mean
+    mean = moments.mean + share * step
     within = (1 - share) * moments.variance + share * masked_variance(x, mask)
-    return Moments(moments.mean + share * step, within + share * (1 - share) * step**2, rows)
+    between = share * (1 - share) * step**2
+    return Moments(mean, within + between, rows)
 
 
-def normalize(x: jax.Array, moments: Moments | None) -> jax.Array:
+def normalize(x: Array, moments: Moments | None) -> Array:
     """Observations [..., *shape] in standard deviations from the mean, at most 10."""
     if moments is None:
         return x
-    return jnp.clip((x - moments.mean) / jnp.sqrt(moments.variance + 1e-8), -10, 10)
+    deviation = jnp.sqrt(moments.variance + 1e-8)
+    return jnp.clip((x - moments.mean) / deviation, -10, 10)
 
 
-def discounted_sum(x: jax.Array, discount: jax.Array, first: jax.Array, **kwargs: Any) -> jax.Array:
+def discounted_sum(x: Array, discount: Array, first: Array, reverse: bool = False) -> Array:
     """y[t] = x[t] + discount[t] * y[t - 1], all [S, N], from y[-1] = `first` [N] on."""
 
-    def step(before: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        y = row[0] + row[1] * before
+    def step(before: Array, row: tuple) -> tuple[Array, Array]:
+        x, discount = row
+        y = x + discount * before
         return y, y
 
-    return jax.lax.scan(step, first, (x, discount), unroll=8, **kwargs)[1]
+    _, sums = jax.lax.scan(step, first, (x, discount), unroll=8, reverse=reverse)
+    return sums
 
 
-def log_prob_and_entropy(output: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+def log_prob_and_entropy(output: Array, action: Array) -> tuple[Array, Array]:
     """Log-probabilities and entropies [B] of actions [B] int32 or [B, A] float32."""
     if jnp.issubdtype(action.dtype, jnp.integer):
         log_probs = nn.log_softmax(output)
-        chosen = jax.nn.one_hot(action, output.shape[-1])  # the gradient of an index is a scatter
-        log_prob = jnp.sum(log_probs * chosen, axis=-1)
-        return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-    mean, log_std = jnp.split(output, 2, axis=-1)
-    constant = log_std + 0.5 * math.log(2 * math.pi)
-    log_prob = -0.5 * ((action - mean) * jnp.exp(-log_std)) ** 2 - constant
-    return log_prob.sum(axis=-1), jnp.sum(constant + 0.5, axis=-1)
+        # Not by an index, because its gradient would be a scatter.
+        chosen = jax.nn.one_hot(action, output.shape[-1], dtype=output.dtype)
+        log_prob = log_probs * chosen
+        entropy = -jnp.exp(log_probs) * log_probs
+    else:
+        mean, log_std = jnp.split(output, 2, axis=-1)
+        deviations = (action - mean) * jnp.exp(-log_std)
+        constant = log_std + 0.5 * math.log(2 * math.pi)
+        log_prob = -0.5 * deviations**2 - constant
+        entropy = constant + 0.5
+    return log_prob.sum(axis=-1), entropy.sum(axis=-1)
 
 
-def gae(rollout: Step, value: Any, next_value: Any, gamma: float, gae_lambda: float) -> jax.Array:
+def gae(rollout: Step, value: Array, next_value: Array, gamma: float, gae_lambda: float) -> Array:
     """Advantages [S, N], 0 where a step only resets, from V(s) and V(s') [S, N].
 
     Schulman et al. 2016, eq. 16; bootstrapped from V(s') unless the episode ended by itself.
     """
     bootstrap = jnp.where(rollout.terminated, 0.0, next_value)
-    delta = jnp.where(rollout.is_step, rollout.reward + gamma * bootstrap - value, 0.0)
-    goes_on = rollout.is_step & ~(rollout.terminated | rollout.truncated)
-    return discounted_sum(delta, gamma * gae_lambda * goes_on, 0 * delta[0], reverse=True)
+    delta = rollout.reward + gamma * bootstrap - value
+    delta = jnp.where(rollout.is_step, delta, 0.0)
+    done = rollout.terminated | rollout.truncated
+    discount = gamma * gae_lambda * (rollout.is_step & ~done)
+    nothing = jnp.zeros_like(delta[0])
+    return discounted_sum(delta, discount, nothing, reverse=True)
 
 
 class PPO:
-    """The algorithm, pure functions of a `State`. All that the loops below know of it is here."""
+    """The algorithm, as pure functions of a `State`."""
 
-    overlap = False  # rollouts are collected with the newest parameters
+    acts_while_learning = False  # rollouts are collected with the newest parameters
+    is_offline = False
+    experience_size = 0
 
     def __init__(self, args: Args, observation: np.ndarray, action_space: Any) -> None:
-        box = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
-        discrete = isinstance(action_space, gym.spaces.Discrete)
-        require(box or discrete, f"PPO takes Discrete actions or a Box [A], not {action_space}")
-        self.args, self.space, self.box = args, action_space, box
-        self.size = args.num_envs * args.num_steps  # steps of an iteration
-        self.shape = args.num_steps, args.num_envs  # S, N
-        require(self.size % args.num_minibatches == 0, "num_minibatches must divide the rollout")
-        num_actions = action_space.shape[0] if box else int(action_space.n)
-        self.greedy = np.zeros(num_actions, np.float32)  # the noise of no exploration
-        action = self.greedy if box else np.int32(0)
-        self.example = Step(observation, action, np.float32(0), *[np.False_] * 3)
-        self.network = ActorCritic(num_actions, box)
-        tree = jax.eval_shape(self.network.init, jax.random.PRNGKey(0), observation[None])
-        self.unravel = ravel_pytree(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree))[1]
-        clip = optax.clip_by_global_norm(args.max_grad_norm)  # the learning rate is scheduled
+        self.is_box = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
+        is_discrete = isinstance(action_space, gym.spaces.Discrete)
+        hint = f"PPO takes Discrete actions or a Box [A], not {action_space}"
+        require(self.is_box or is_discrete, hint)
+        self.args = args
+        self.action_space = action_space
+        self.steps_per_iteration = args.num_envs * args.num_steps
+        self.rollout_shape = (args.num_steps, args.num_envs)
+        remainder = self.steps_per_iteration % args.num_minibatches
+        require(remainder == 0, "num_minibatches must divide the rollout")
+        num_actions = action_space.shape[0] if self.is_box else int(action_space.n)
+        self.no_noise = np.zeros(num_actions, np.float32)
+        action = self.no_noise if self.is_box else np.int32(0)
+        flags = [np.False_] * 3
+        self.example = Step(observation, action, np.float32(0), *flags)
+        self.network = ActorCritic(num_actions, self.is_box)
+        key = jax.random.PRNGKey(0)
+        shapes = jax.eval_shape(self.network.init, key, observation[None])
+        _, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, shapes))
+        clip = optax.clip_by_global_norm(args.max_grad_norm)
+        # Without the learning rate, which is in the schedule.
         self.optimizer = optax.chain(clip, optax.scale_by_adam(eps=1e-5))
 
-    def init(self, key: jax.Array) -> State:
+    def init(self, key: Array) -> State:
         """The state before training."""
-        args, observation = self.args, self.example.observation
+        args = self.args
+        observation = self.example.observation
         params, _ = ravel_pytree(self.network.init(key, observation[None]))
 
-        def moments(flag: str, auto: bool, shape: tuple[int, ...]) -> Moments | None:
-            use = flag == "yes" or (flag == "auto" and auto)
-            return Moments(jnp.zeros(shape), jnp.ones(shape), jnp.float32(0)) if use else None
+        def moments(choice: Choice, auto: bool, shape: tuple) -> Moments | None:
+            if choice == "no" or (choice == "auto" and not auto):
+                return None
+            zeros = jnp.zeros(shape, jnp.float32)
+            return Moments(mean=zeros, variance=zeros + 1, rows=jnp.float32(0))
 
-        floats = self.box and observation.dtype != np.uint8
-        observations = moments(args.normalize_observations, floats, observation.shape)
-        returns, zeros = moments(args.normalize_rewards, self.box, ()), jnp.zeros(args.num_envs)
-        return State(params, self.optimizer.init(params), observations, returns, zeros)
+        is_float = self.is_box and observation.dtype != np.uint8
+        observations = moments(args.normalize_observations, is_float, observation.shape)
+        returns = moments(args.normalize_rewards, self.is_box, ())
+        opt_state = self.optimizer.init(params)
+        discounted = jnp.zeros(args.num_envs, jnp.float32)
+        return State(params, opt_state, observations, returns, discounted)
 
     def restart(self, state: State) -> State:
-        """The state where the environments start anew."""
+        """The state where environments start anew, before training and after a resume."""
         return state._replace(discounted=jnp.zeros_like(state.discounted))
 
-    def schedule(self, steps: np.ndarray) -> dict[str, np.ndarray]:
-        """What changes from one iteration to the next, of those that start at `steps`."""
-        left = np.maximum(1 - steps / self.args.total_timesteps, 0) if self.args.anneal_lr else 1
-        return {"learning_rate": self.args.learning_rate * left * np.ones(len(steps))}
+    def schedule(self, steps: np.ndarray) -> dict:
+        """What changes with time, for the iterations that start at `steps`."""
+        left = np.ones(len(steps))
+        if self.args.anneal_lr:
+            left = np.maximum(1 - steps / self.args.total_timesteps, 0)
+        learning_rate = self.args.learning_rate * left
+        return {"learning_rate": learning_rate.astype(np.float32)}
 
-    def explore(self, key: jax.Array, now: dict) -> jax.Array:
+    def draw_noise(self, key: Array, schedule: dict) -> Array:
         """The noise of a rollout [S, N, A]: normal for a Gaussian, Gumbel noise for logits."""
-        draw = jax.random.normal if self.box else jax.random.gumbel
-        return draw(key, (*self.shape, *self.greedy.shape))
+        draw = jax.random.normal if self.is_box else jax.random.gumbel
+        return draw(key, (*self.rollout_shape, *self.no_noise.shape))
 
-    def view(self, state: State) -> Any:
+    def policy(self, state: State) -> tuple:
         """What `act` needs of a state."""
         return state.params, state.observations
 
-    def apply(self, params: jax.Array, observation: Any) -> Any:
+    def actor_critic(self, params: Array, observation: Array) -> Any:
         """The actor's output and V(s) [B] of observations [B, ...] that are normalised."""
         return self.network.apply(self.unravel(params), observation)
 
     @partial(jax.jit, static_argnums=0)
-    def act(self, view: Any, observation: Any, noise: Any) -> jax.Array:
-        """Actions [N] or [N, A] with this noise [N, A]."""
-        output, _ = self.apply(view[0], normalize(observation, view[1]))
-        if not self.box:
+    def act(self, policy: tuple, observation: Array, noise: Array) -> Array:
+        """Actions [N] or [N, A] with noise [N, A]."""
+        params, moments = policy
+        output, _ = self.actor_critic(params, normalize(observation, moments))
+        if not self.is_box:
             return jnp.argmax(output + noise, axis=-1)
         mean, log_std = jnp.split(output, 2, axis=-1)
         return mean + jnp.exp(log_std) * noise
 
-    def to_env(self, action: Any) -> Any:
+    def to_env_action(self, action: Any) -> Any:
         """The environment's actions for those of `act`, which the loss needs as they were drawn."""
-        space = self.space
-        return action.clip(space.low, space.high) if self.box else action + space.start
+        if self.is_box:
+            return action.clip(self.action_space.low, self.action_space.high)
+        return action + self.action_space.start
 
     def normalize_rewards(self, state: State, rollout: Step) -> tuple[State, Step]:
         """Divides rewards by the standard deviation of the discounted return up to now."""
         if state.returns is None:
             return state, rollout
-        mask, done = rollout.is_step, rollout.terminated | rollout.truncated
-        goes_on = mask & ~done
-        discount = self.args.gamma * jnp.concatenate([jnp.ones_like(goes_on[:1]), goes_on[:-1]])
+        goes_on = rollout.is_step & ~(rollout.terminated | rollout.truncated)
+        went_on = jnp.concatenate([jnp.ones_like(goes_on[:1]), goes_on[:-1]])
+        discount = self.args.gamma * went_on
         returns = discounted_sum(rollout.reward, discount, state.discounted)
-        moments = update_moments(state.returns, returns.reshape(-1), mask.reshape(-1))
-        reward = jnp.clip(rollout.reward / jnp.sqrt(moments.variance + 1e-8), -10, 10)
+        moments = update_moments(state.returns, returns.ravel(), rollout.is_step.ravel())
+        deviation = jnp.sqrt(moments.variance + 1e-8)
+        reward = jnp.clip(rollout.reward / deviation, -10, 10)
         state = state._replace(returns=moments, discounted=goes_on[-1] * returns[-1])
         return state, rollout._replace(reward=reward)
 
-    def loss(self, params: jax.Array, step: Step, old: tuple) -> tuple[jax.Array, jax.Array]:
-        """Schulman et al. 2017, eq. 9, to be minimised, of steps [B]; and the means of LOSSES."""
-        args, mask, (old_log_prob, old_value, advantage) = self.args, step.is_step, old
-        output, value = self.apply(params, step.observation)
-        log_prob, entropy = log_prob_and_entropy(output, step.action)
-        target = advantage + old_value
+    def loss(self, params: Array, batch: Batch) -> tuple[Array, Array]:
+        """Schulman et al. 2017, eq. 9, to be minimised, and the means of LOSSES."""
+        args = self.args
+        mask = batch.is_step
+        output, value = self.actor_critic(params, batch.observation)
+        log_prob, entropy = log_prob_and_entropy(output, batch.action)
+        advantage = batch.advantage
         if args.norm_adv:
-            unbiased = masked_variance(advantage, mask) / (1 - 1 / jnp.maximum(mask.sum(), 2))
-            advantage = (advantage - masked_mean(advantage, mask)) / (unbiased**0.5 + 1e-8)
-        log_ratio = log_prob - old_log_prob
+            rows = jnp.maximum(mask.sum(), 2)
+            unbiased_variance = masked_variance(advantage, mask) / (1 - 1 / rows)
+            deviation = advantage - masked_mean(advantage, mask)
+            advantage = deviation / (unbiased_variance**0.5 + 1e-8)
+        log_ratio = log_prob - batch.log_prob
         ratio = jnp.exp(log_ratio)
         clipped = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+        policy_loss = jnp.maximum(-advantage * ratio, -advantage * clipped)
+        is_clipped = jnp.abs(ratio - 1) > args.clip_coef
+        target = batch.advantage + batch.value
         error = (value - target) ** 2
         if args.clip_vloss:
-            near = old_value + jnp.clip(value - old_value, -args.clip_coef, args.clip_coef)
-            error = jnp.maximum(error, (near - target) ** 2)
-        surrogate = jnp.minimum(advantage * ratio, advantage * clipped)
-        is_clipped = jnp.where(jnp.abs(ratio - 1) > args.clip_coef, 1.0, 0.0)
+            change = jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
+            clipped_value = batch.value + change
+            error = jnp.maximum(error, (clipped_value - target) ** 2)
+        value_loss = 0.5 * error
+        approx_kl = ratio - 1 - log_ratio
         # One mean of them all: many small ones would cost as much as the gradient.
-        parts = -surrogate, 0.5 * error, entropy, -log_ratio, ratio - 1 - log_ratio, is_clipped
-        means = masked_mean(jnp.stack(parts, axis=-1), mask)
-        return means[0] + args.vf_coef * means[1] - args.ent_coef * means[2], means
+        losses = [policy_loss, value_loss, entropy, -log_ratio, approx_kl, is_clipped]
+        means = masked_mean(jnp.stack(losses, axis=-1), mask)
+        policy_loss, value_loss, entropy = means[:3]
+        loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+        return loss, means
 
-    def train_step(self, state: State, rollout: Step, now: dict, key: jax.Array) -> tuple:
+    def optimize(self, state: State, batch: Batch, schedule: dict, key: Array) -> tuple:
+        """The epochs of gradient steps on parts of a batch: State, means of LOSSES."""
+        args = self.args
+        gradient_of_loss = jax.grad(self.loss, has_aux=True)
+
+        def gradient_step(carry: tuple, indices: Array) -> tuple[tuple, Array]:
+            params, opt_state = carry
+            minibatch = jax.tree.map(lambda x: x[indices], batch)
+            gradient, losses = gradient_of_loss(params, minibatch)
+            changes, opt_state = self.optimizer.update(gradient, opt_state)
+            params = params - schedule["learning_rate"] * changes
+            return (params, opt_state), losses
+
+        def epoch(carry: tuple, minibatches: Array) -> tuple:
+            nets, losses, stop = carry
+            new_nets, new_losses = jax.lax.scan(gradient_step, nets, minibatches)
+            # A loop cannot be left: epochs after the policy went too far are thrown away.
+            new = (new_nets, new_losses.mean(axis=0))
+            nets, losses = jax.tree.map(partial(jnp.where, stop), (nets, losses), new)
+            approx_kl = losses[LOSSES.index("approx_kl")]
+            stop |= approx_kl > args.target_kl
+            return (nets, losses, stop), None
+
+        rows = len(batch.value)
+        minibatches = buffers.shuffled_minibatches(
+            key, rows, args.update_epochs, args.num_minibatches
+        )
+        nets = (state.params, state.opt_state)
+        start = (nets, jnp.zeros(len(LOSSES), jnp.float32), jnp.bool_(False))
+        (nets, losses, _), _ = jax.lax.scan(epoch, start, minibatches)
+        params, opt_state = nets
+        return state._replace(params=params, opt_state=opt_state), losses
+
+    def train_step(self, state: State, rollout: Step, schedule: dict, key: Array) -> tuple:
         """Learns from a rollout [S, N], `update_epochs` times: State, metrics."""
-        args, mask, reward = self.args, rollout.is_step, rollout.reward
-        rollout = rollout._replace(reward=jnp.sign(reward) if args.clip_rewards else reward)
+        args = self.args
+        if args.clip_rewards:
+            rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state, rollout = self.normalize_rewards(state, rollout)
-
-        def flat(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
-
         # s' is the s of the row after, at the end of an episode, too.
         raw = jnp.concatenate([rollout.observation, rollout.next_observation[None]])
+        raw = raw.reshape(-1, *raw.shape[2:])
         observation = normalize(raw, state.observations)
-        output, values = self.apply(state.params, flat(observation))
-        values = values.reshape(-1, mask.shape[1])
+        output, values = self.actor_critic(state.params, observation)
+        values = values.reshape(-1, args.num_envs)
         advantage = gae(rollout, values[:-1], values[1:], args.gamma, args.gae_lambda)
-        log_prob, _ = log_prob_and_entropy(output[: mask.size], flat(rollout.action))
-        old = log_prob.reshape(mask.shape), values[:-1], advantage
-        rollout = rollout._replace(observation=observation[:-1], next_observation=None)
-        rows = flat((rollout, old))
-
-        def update(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
-            params, opt_state = carry
-            batch = jax.tree.map(lambda x: x[index], rows)
-            grads, losses = jax.grad(self.loss, has_aux=True)(params, *batch)
-            changes, opt_state = self.optimizer.update(grads, opt_state)
-            return (params - now["learning_rate"] * changes, opt_state), losses
-
-        def epoch(carry: tuple, minibatches: jax.Array) -> tuple[tuple, None]:
-            before, stop = carry
-            nets, losses = jax.lax.scan(update, before[0], minibatches)
-            after = jax.tree.map(partial(jnp.where, stop), before, (nets, losses.mean(axis=0)))
-            return (after, stop | (after[1][4] > args.target_kl)), None
-
-        sizes = mask.size, args.update_epochs, args.num_minibatches
-        start = ((state.params, state.opt_state), jnp.zeros(len(LOSSES))), jnp.bool_(False)
-        minibatches = buffers.shuffled_minibatches(key, *sizes)
-        (((params, opt_state), losses), _), _ = jax.lax.scan(epoch, start, minibatches)
-        metrics = {f"losses/{name}": x for name, x in zip(LOSSES, losses, strict=True)}
-        state = state._replace(params=params, opt_state=opt_state)
+        rows = self.steps_per_iteration
+        action = rollout.action.reshape(rows, *rollout.action.shape[2:])
+        log_prob, _ = log_prob_and_entropy(output[:rows], action)
+        batch = Batch(
+            observation[:rows],
+            action,
+            rollout.is_step.ravel(),
+            log_prob,
+            values[:-1].ravel(),
+            advantage.ravel(),
+        )
+        state, losses = self.optimize(state, batch, schedule, key)
+        metrics = {}
+        for name, value in zip(LOSSES, losses, strict=True):
+            metrics[f"losses/{name}"] = value
         if state.observations is not None:  # not before: actions were taken with the old ones
-            moments = update_moments(state.observations, flat(raw[:-1]), flat(mask))
+            moments = update_moments(state.observations, raw[:rows], batch.is_step)
             state = state._replace(observations=moments)
-        target = advantage + values[:-1]
-        rest, total = (masked_variance(flat(x), flat(mask)) for x in (advantage, target))
-        explained = jnp.where(total > 0, 1 - rest / total, 0.0)
-        return state, metrics | {"losses/explained_variance": explained}
+        rest = masked_variance(batch.advantage, batch.is_step)
+        total = masked_variance(batch.advantage + batch.value, batch.is_step)
+        explained = 1 - rest / total
+        metrics["losses/explained_variance"] = jnp.where(total > 0, explained, 0.0)
+        return state, metrics
 
 
 Algorithm = PPO
 
 
 # === common to all scripts ===
+#
+# What is used of an algorithm: steps_per_iteration, rollout_shape, example, no_noise, is_offline,
+# acts_while_learning, experience_size; the functions init, restart, schedule, draw_noise, policy,
+# act, to_env_action, train_step and, where experience is kept, open_vault.
+
+LONGEST_EPISODE = 30_000  # steps of an evaluation; episodes of Atari have up to 27,000
 
 
 class UsageError(ValueError):
     """A mistake in the flags, found before any training."""
 
 
-def require(ok: Any, message: str) -> None:
-    """Raises UsageError unless `ok`."""
-    if not ok:
+def require(condition: Any, message: str) -> None:
+    """Raises UsageError unless the condition holds."""
+    if not condition:
         raise UsageError(message)
 
 
@@ -412,332 +486,491 @@ class Run:
     track: bool = False  # log to Weights & Biases, too: WANDB_PROJECT, WANDB_ENTITY say where
 
 
-class EnvState(NamedTuple):
-    """Where N environments stand between two rollouts."""
+class Flags(NamedTuple):
+    """All flags."""
 
-    observation: Any  # [N, ...]
-    resetting: Any  # [N] bool, the next step ignores its action and only resets
-    inner: Any = None  # [N, ...], the state of a functional environment
-    length: Any = None  # [N], steps of its episode so far
+    experiment: Run
+    algorithm: Args
 
 
 class Training(NamedTuple):
     """All that changes and that a checkpoint holds; compiled [num_seeds, ...]."""
 
-    agent: Any  # its State
-    key: jax.Array
-    current: jax.Array  # [2, N], return and length so far of the episodes that go on
-    ended: jax.Array  # [3], number, returns, lengths of those that ended since the last point
-    envs: EnvState | None  # of functional environments
+    agent: State
+    key: Array
+    current: Array  # [2, N], return and length so far of the episodes that go on
+    ended: Array  # [3], number, returns, lengths of those that ended in this log interval
+    envs: Any = None  # where functional environments stand
 
 
-def make_envs(run: Run, n: int, video: str = "") -> Any:
-    """A gym.vector.VectorEnv of n environments, the same for every n; a folder for a `video`."""
-    make = partial(gym.make_vec, run.env_id, n, **json.loads(run.env_kwargs))
-    record = partial(gym.wrappers.RecordVideo, video_folder=video)
-    options: dict = dict(render_mode="rgb_array", wrappers=[record]) if video else {}
+def start_training(alg: Algorithm, seed: Array) -> tuple[Training, Array]:
+    """The state before training, and a key to start functional environments with."""
+    key = jax.random.PRNGKey(seed)
+    agent_key, env_key, key = jax.random.split(key, 3)
+    agent = alg.init(agent_key)
+    current = jnp.zeros((2, alg.args.num_envs))
+    return Training(agent, key, current, ended=jnp.zeros(3)), env_key
+
+
+def count_episodes(training: Training, rollout: Step) -> Training:
+    """Adds each step of a rollout [S, N] to the episodes that ended or to those that go on."""
+    done = rollout.terminated | rollout.truncated
+    # Whether the episode of a step ends in this rollout: at that step or at a later one, [S, N].
+    ends = jax.lax.cumsum(done.astype(jnp.int32), reverse=True) > 0
+    # Whether the episode ends that was going on before, [N].
+    first_ends = jnp.any(done, axis=0)
+    steps = jnp.stack([rollout.reward, rollout.is_step])  # [2, S, N]
+    sums = jnp.sum(training.current, axis=1, where=first_ends)
+    sums += jnp.sum(steps, axis=(1, 2), where=ends)
+    ended = training.ended + jnp.append(done.sum(), sums)
+    current = jnp.where(first_ends, 0.0, training.current)
+    current += jnp.sum(steps, axis=1, where=~ends)
+    return training._replace(current=current, ended=ended)
+
+
+def update_training(alg: Algorithm, training: Training, rollout: Step, schedule: dict) -> tuple:
+    """Learns from a rollout [S, N] and counts its episodes: Training, metrics, policy."""
+    key, learn_key = jax.random.split(training.key)
+    agent, metrics = alg.train_step(training.agent, rollout, schedule, learn_key)
+    training = count_episodes(training._replace(agent=agent, key=key), rollout)
+    number = training.ended[0]
+    means = training.ended[1:] / jnp.where(number > 0, number, jnp.nan)  # NaN is not logged
+    metrics["charts/episodic_return"] = means[0]
+    metrics["charts/episodic_length"] = means[1]
+    for name, value in schedule.items():
+        metrics[f"charts/{name}"] = value
+    return training, metrics, alg.policy(agent)
+
+
+def is_native(run: Run, num_envs: int, kwargs: dict) -> bool:
+    """Whether to take the environment's own vector version, and not single ones in a loop.
+
+    From 4 environments on it is faster. It is also taken if there are no single ones, or if they
+    observe something else, so that the environment is the same at every num_envs.
+    """
     native: Any = None
+    single: Any = None
     with suppress(Exception):  # there is none, or it takes other arguments
-        native = make(vectorization_mode="vector_entry_point")
-    envs: Any = None if hasattr(native, "func_env") else native  # Gymnasium steps these wrongly
-    if n < 4 or not envs:
-        try:
-            envs = make(vectorization_mode="sync", vector_kwargs={"copy": False}, **options)
-        except Exception as error:
-            require(envs, f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}")
-    if native and envs.single_observation_space != native.single_observation_space:
-        envs = native
-    require(not video or envs is not native, f"capture_video: {run.env_id} is native, never drawn")
+        native = gym.make_vec(run.env_id, vectorization_mode="vector_entry_point", **kwargs)
+    with suppress(Exception):
+        single = gym.make(run.env_id, **kwargs)
+    if single is None:
+        return native is not None
+    if hasattr(single.unwrapped, "func_env"):  # the native version stops all while one resets
+        return False
+    if native is not None:
+        return num_envs >= 4 or native.single_observation_space != single.observation_space
+    if single.spec.vector_entry_point and kwargs:
+        is_other = is_native(run, 1, {})
+        require(not is_other, "its vector version, which is always taken, refuses these arguments")
+    return False
+
+
+def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "") -> VectorEnv:
+    """N environments that are stepped together; records their episodes if a folder is given."""
+    options: dict = {"vectorization_mode": "vector_entry_point"}
+    try:
+        kwargs = json.loads(run.env_kwargs)
+        if is_native(run, num_envs, kwargs):
+            require(not video_folder, "capture_video: its vector version is never drawn")
+        else:
+            options = {"vectorization_mode": "sync", "vector_kwargs": {"copy": False}}
+        if video_folder:
+            record = partial(gym.wrappers.RecordVideo, video_folder=video_folder)
+            options |= {"render_mode": "rgb_array", "wrappers": [record]}
+        envs = gym.make_vec(run.env_id, num_envs, **options, **kwargs)
+    except Exception as error:
+        raise UsageError(f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}") from error
     mode = str(envs.metadata.get("autoreset_mode"))
     require("NEXT_STEP" in mode, f"{run.env_id}: its autoreset_mode must be NEXT_STEP, not {mode}")
+    space = envs.single_observation_space
+    hint = f"{run.env_id}: observations are {space}, no Box: wrap it as in docs/environments.md"
+    require(isinstance(space, gym.spaces.Box), hint)
+    if args.frame_stack > 1:
+        return importlib.import_module("images").FrameStack(envs, args.frame_stack)
     return envs
 
 
-def see(alg: Algorithm, frame: Any, seen: Any = None, goes_on: Any = None) -> Any:
-    """`frame` [N, ...], or the last K [N, K, ...], with zeros where its episode does not go on."""
-    if alg.args.frame_stack == 1:
-        return frame
-    xp: Any = np if isinstance(frame, np.ndarray) else jnp
-    zeros = xp.zeros((len(frame), alg.args.frame_stack, *frame.shape[1:]), frame.dtype)
-    seen = zeros if seen is None else xp.where(goes_on.reshape(-1, *[1] * frame.ndim), seen, zeros)
-    return xp.concatenate([seen[:, 1:], frame[:, None]], axis=1)
+def environment_seed(run: Run, *step: int) -> int:
+    """The seed of the first of N environments that start at `step`; an evaluation has 0, 1."""
+    words = np.random.SeedSequence([run.seed, *step]).generate_state(1)
+    return int(words[0]) // 4  # 30 bits: some environments take no more than 31
 
 
-def collect(alg: Algorithm, envs: Any, state: EnvState, view: Any, noise: np.ndarray) -> tuple:
-    """Steps the environments with `noise` [S, N, ...]: the EnvState, and the Steps [S, N, ...]."""
-    observation, goes_on = state.observation, ~state.resetting
-    rollout = jax.tree.map(lambda x: np.empty(alg.shape + x.shape, x.dtype), alg.example)
-    _, _, reward, terminated, truncated, is_step, _ = rollout
+def collect_rollout(
+    alg: Algorithm, envs: VectorEnv, observation: np.ndarray, is_step: Any, policy: Any, noise: Any
+) -> tuple[Step, np.ndarray]:
+    """Steps the environments with noise [S, N, ...]: Steps [S, N, ...]; the next is_step [N]."""
+    shape = noise.shape[:2]
+    rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example)
     for t in range(len(noise)):
-        rollout.observation[t] = observation  # now: the step may write over it
-        rollout.action[t] = action = np.asarray(alg.act(view, observation, noise[t]))
-        frame, reward[t], terminated[t], truncated[t], _ = envs.step(alg.to_env(action))
-        observation, is_step[t] = see(alg, frame, observation, goes_on), goes_on
-        goes_on = ~(terminated[t] | truncated[t])
-    return EnvState(observation, ~goes_on), rollout._replace(next_observation=observation.copy())
+        action = np.asarray(alg.act(policy, observation, noise[t]))
+        rollout.observation[t] = observation  # before the step, which may write over it
+        observation, reward, terminated, truncated, _ = envs.step(alg.to_env_action(action))
+        rollout.action[t] = action
+        rollout.reward[t] = reward
+        rollout.terminated[t] = terminated
+        rollout.truncated[t] = truncated
+        rollout.is_step[t] = is_step
+        is_step = ~(rollout.terminated[t] | rollout.truncated[t])
+    return rollout._replace(next_observation=observation.copy()), is_step
 
 
-class FunctionalEnvs:
-    """A functional environment with time limit and NEXT_STEP autoreset, for compiled programs."""
-
-    def __init__(self, alg: Algorithm, env: Any, time_limit: int | None) -> None:
-        self.alg, self.env, self.time_limit = alg, env, time_limit or math.inf
-
-    def reset(self, key: jax.Array, n: int) -> EnvState:
-        """Starts an episode in n of them."""
-        keys, zeros = jax.random.split(key, n), jnp.zeros(n, jnp.int32)
-        inner = jax.vmap(self.env.initial)(keys)
-        frame = jax.vmap(self.env.observation)(inner, keys)
-        return EnvState(see(self.alg, frame), zeros > 0, inner, zeros)
-
-    def step(self, view: Any, state: EnvState, x: tuple) -> tuple[EnvState, Step]:
-        """A step of N of them, with noise, keys, and states for those that only reset."""
-        (noise, keys, starts), is_step, each = x, ~state.resetting, jax.vmap
-        action = self.alg.act(view, state.observation, noise)
-        taken = self.alg.to_env(action)
-        after = each(self.env.transition)(state.inner, taken, keys)
-        reward = jnp.where(is_step, each(self.env.reward)(state.inner, taken, after, keys), 0.0)
-        length = jnp.where(is_step, state.length + 1, 0)
-        terminated = is_step & each(self.env.terminal)(after, keys)
-        done = terminated | (length >= self.time_limit)
-        inner = jax.tree.map(lambda *x: each(jnp.where)(is_step, *x), after, starts)
-        step = Step(state.observation, action, reward, terminated, done & ~terminated, is_step)
-        frame = each(self.env.observation)(inner, keys)
-        return EnvState(see(self.alg, frame, state.observation, is_step), done, inner, length), step
-
-    def collect(self, state: EnvState, view: Any, noise: Any, key: jax.Array) -> tuple:
-        """What the function `collect` does."""
-        keys = jax.random.split(key, noise.shape[:2])
-        starts = jax.vmap(jax.vmap(self.env.initial))(keys)  # at once: a tenth of the time
-        state, rollout = jax.lax.scan(partial(self.step, view), state, (noise, keys, starts))
-        return state, rollout._replace(next_observation=state.observation)
-
-    def evaluate(self, view: Any, n: int, seed: int) -> jax.Array:
-        """Returns [n] of n episodes without exploration, of at most 10,000 steps."""
-        key, greedy, steps = jax.random.PRNGKey(seed), self.alg.greedy, min(self.time_limit, 10_000)
-        noise = jnp.broadcast_to(greedy, (int(steps), n, *greedy.shape))
-        _, rollout = self.collect(self.reset(jax.random.fold_in(key, 0), n), view, noise, key)
-        done = rollout.terminated | rollout.truncated
-        return jnp.sum(rollout.reward, axis=0, where=jnp.cumsum(done, axis=0) - done == 0)
-
-
-def evaluate(alg: Algorithm, run: Run, view: Any, n: int, seed: int, video: str = "") -> Any:
-    """What `FunctionalEnvs.evaluate` does, in ordinary environments; `video` as of `make_envs`."""
-    returns, over, noise = np.zeros(n), np.zeros(n, bool), np.stack([alg.greedy] * n)
-    with closing(make_envs(run, n, video)) as envs:
-        observation = see(alg, envs.reset(seed=seed)[0])
-        for _ in range(30_000):  # some episodes never end; the longest of Atari have 27,000 steps
-            action = alg.to_env(np.asarray(alg.act(view, observation, noise)))
-            frame, reward, terminated, truncated, _ = envs.step(action)
-            observation = see(alg, frame, observation, ~over)
-            returns += np.where(over, 0, reward)
-            over |= terminated | truncated
-            if over.all():
-                break
+def evaluate(
+    alg: Algorithm, run: Run, policy: Any, episodes: int, video_folder: str = ""
+) -> np.ndarray:
+    """Returns [episodes] of the first episode of as many environments, without exploration."""
+    no_noise = np.stack([alg.no_noise] * episodes)
+    returns = np.zeros(episodes)
+    is_over = np.zeros(episodes, bool)
+    with closing(make_envs(alg.args, run, episodes, video_folder)) as envs:
+        observation, _ = envs.reset(seed=environment_seed(run, 0, 1))
+        for _ in range(LONGEST_EPISODE):
+            action = np.asarray(alg.act(policy, observation, no_noise))
+            observation, reward, terminated, truncated, _ = envs.step(alg.to_env_action(action))
+            returns += np.where(is_over, 0, reward)
+            is_over |= terminated | truncated
+            if is_over.all():
+                return returns
+    tqdm.write(f"an evaluation cuts off episodes after {LONGEST_EPISODE:,} steps")
     return returns
 
 
-def learn(alg: Algorithm, training: Training, rollout: Step, now: dict) -> tuple:
-    """Learns from a rollout [S, N], counts the episodes: Training, metrics, view to act with."""
-    key, learn_key = jax.random.split(training.key)
-    agent, metrics = alg.train_step(training.agent, rollout, now, learn_key)
-    done, t = rollout.terminated | rollout.truncated, jnp.arange(alg.shape[0])[:, None]
-    end = jnp.max(jnp.where(done, t + 1, 0), axis=0, initial=0)  # [N], of the last that ended
-    new = jnp.stack([rollout.reward, rollout.is_step])
-    current = jnp.where(end > 0, 0.0, training.current) + jnp.where(t >= end, new, 0.0).sum(axis=1)
-    sums = jnp.sum(training.current - current, axis=1) + jnp.sum(new, axis=(1, 2))
-    ended = training.ended + jnp.append(done.sum(), sums)
-    mean_return, mean_length = ended[1:] / jnp.where(ended[0] > 0, ended[0], jnp.nan)
-    metrics |= {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
-    metrics |= {f"charts/{name}": x for name, x in now.items()}
-    return Training(agent, key, current, ended, training.envs), metrics, alg.view(agent)
+class OrdinaryLoop:
+    """Trains one agent in environments that are stepped from Python."""
 
+    def __init__(self, alg: Algorithm, run: Run) -> None:
+        self.alg = alg
+        self.run = run
+        self.update = jax.jit(partial(update_training, alg), donate_argnums=0)
+        self.draw_noises = jax.jit(jax.vmap(self.draw_noise))
 
-def train_compiled(alg: Algorithm, run: Run, envs: Any, training: Training, steps: range) -> Any:
-    """Trains in functional environments: gives step, Training, metrics for each log interval."""
+    def start(self) -> Training:
+        """The state before training."""
+        seed = np.uint32(self.run.seed % 2**32)
+        training, _ = jax.jit(start_training, static_argnums=0)(self.alg, seed)
+        return training
 
-    def iterate(training: Training, now: dict) -> tuple[Training, dict]:
-        key, noise_key, env_key = jax.random.split(training.key, 3)
-        noise, view = alg.explore(noise_key, now), alg.view(training.agent)
-        env_state, rollout = envs.collect(training.envs, view, noise, env_key)
-        return learn(alg, training._replace(envs=env_state, key=key), rollout, now)[:2]
+    def draw_noise(self, step: Array, schedule: dict) -> Array:
+        """The noise of the rollout that starts at `step`."""
+        key = jax.random.fold_in(jax.random.PRNGKey(self.run.seed), step)
+        return self.alg.draw_noise(key, schedule)
 
-    agents = jax.vmap(partial(jax.lax.scan, iterate), in_axes=(0, None))
-    places = jax.tree.map(lambda x: x.sharding, training), None
-    compiled = jax.jit(agents, donate_argnums=0, out_shardings=places)
-    for step in steps:
-        schedule = alg.schedule(np.arange(step, step + steps.step, alg.size))
-        training = training._replace(ended=jnp.zeros_like(training.ended))
-        training, metrics = compiled(training, schedule)
-        yield step + steps.step, training, jax.tree.map(lambda x: x[:, -1], metrics)
-
-
-def train_on_host(alg: Algorithm, run: Run, envs: Any, training: Training, steps: range) -> Any:
-    """What `train_compiled` does, in ordinary environments; if one fails, without the metrics."""
-    n, key = alg.shape[1], jax.random.PRNGKey(run.seed)
-    explore = jax.jit(jax.vmap(lambda i, now: alg.explore(jax.random.fold_in(key, i), now)))
-    update = jax.jit(partial(learn, alg), donate_argnums=0)
-    view = jax.tree.map(jnp.copy, alg.view(training.agent))  # `update` takes the training away
-    training = training._replace(agent=alg.restart(training.agent), current=jnp.zeros((2, n)))
-    with closing(make_envs(run, n)) as envs, ThreadPoolExecutor(max_workers=1) as learner:
-        env_state = EnvState(see(alg, envs.reset(seed=run.seed + steps.start)[0]), np.zeros(n) > 0)
-        learning: Any = learner.submit(lambda: (training, {}, view))
+    def iterations(self, steps: range) -> Iterator:
+        """Yields the first step of each iteration, its schedule and its noise."""
         for begin in steps:
-            at = np.arange(begin, begin + steps.step, alg.size)
-            schedule = alg.schedule(at)
-            noise = np.asarray(explore(at, schedule))
-            for i, step in enumerate(at):
+            starts = np.arange(begin, begin + steps.step, self.alg.steps_per_iteration)
+            schedules = self.alg.schedule(starts)
+            noises = np.asarray(self.draw_noises(starts, schedules))  # in one call, which is faster
+            for i, step in enumerate(starts):
+                schedule = {name: values[i] for name, values in schedules.items()}
+                yield int(step), schedule, noises[i]
+
+    def intervals(self, training: Training, steps: range) -> Iterator:
+        """Yields step, Training, metrics of each log interval; no metrics before an error."""
+        alg = self.alg
+        failure = None
+        agent = alg.restart(training.agent)
+        training = training._replace(agent=agent, current=jnp.zeros_like(training.current))
+        # A copy, because `update` writes over the state while the policy is acted with.
+        policy = jax.tree.map(jnp.copy, alg.policy(agent))
+        learning: Future = Future()
+        learning.set_result((training, {}, policy))
+        envs = make_envs(alg.args, self.run, alg.args.num_envs)
+        with closing(envs), ThreadPoolExecutor(max_workers=1) as learner:
+            observation, _ = envs.reset(seed=environment_seed(self.run, steps.start))
+            is_step = np.ones(len(observation), bool)
+            for step, schedule, noise in self.iterations(steps):
                 try:
-                    env_state, rollout = collect(alg, envs, env_state, view, noise[i])
+                    rollout, is_step = collect_rollout(
+                        alg, envs, observation, is_step, policy, noise
+                    )
                 except Exception as error:
-                    error.add_note(f"in {run.env_id} at step {step}")
-                    yield int(step), learning.result()[0], None
-                    raise
-                training, metrics, view = learning.result()
-                if i == 0:
-                    if begin > steps.start:
-                        yield begin, training, metrics
+                    error.add_note(f"in {self.run.env_id} at step {step}")
+                    failure = error
+                training, metrics, policy = learning.result()
+                if failure:
+                    yield step, training, None
+                    raise failure
+                observation = rollout.next_observation
+                if step in steps[1:]:
+                    yield step, training, metrics
+                if step in steps:
                     training = training._replace(ended=jnp.zeros(3))
-                now = {name: x[i] for name, x in schedule.items()}
-                learning = learner.submit(update, training, rollout, now)
-                if not alg.overlap:
-                    view = learning.result()[-1]
-        yield steps[-1] + steps.step, *learning.result()[:2]
+                learning = learner.submit(self.update, training, rollout, schedule)
+                if not alg.acts_while_learning:
+                    _, _, policy = learning.result()
+            training, metrics, _ = learning.result()
+            yield steps[-1] + steps.step, training, metrics
+
+    def evaluate(self, policy: Any) -> np.ndarray:
+        """Returns [eval_episodes] without exploration."""
+        return evaluate(self.alg, self.run, policy, self.run.eval_episodes)
 
 
-def set_up(args: Args, run: Run, folder: Path) -> tuple[Any, Any, Training]:
-    """The algorithm, FunctionalEnvs or None, and the state before training; checks the flags."""
-    low = [k for k, x in (asdict(args) | asdict(run)).items() if type(x) is int and x < 1]
-    require(not set(low) - {"seed", "eval_episodes"}, f"must be at least 1: {', '.join(low)}")
-    with closing(make_envs(run, 1, f"{folder}/videos" if run.capture_video else "")) as single:
-        space, action_space = single.single_observation_space, single.single_action_space
-        inner, spec = getattr(single, "envs", [single])[0].unwrapped, single.spec
-    hint = f"{run.env_id}: observations are {space}, no Box: wrap it as in docs/environments.md"
-    require(isinstance(space, gym.spaces.Box), hint)
-    shape = (args.frame_stack, *space.shape) if args.frame_stack > 1 else space.shape
-    observation = np.zeros(shape, np.uint8 if space.dtype == np.uint8 else np.float32)
-    alg, n = Algorithm(args, observation, action_space), args.num_envs
-    on_host = spec.additional_wrappers or getattr(args, "offline", "")
-    env = None if on_host else getattr(inner, "func_env", None)
-    envs, one = FunctionalEnvs(alg, env, spec.max_episode_steps), run.num_seeds == 1
-    require(env or run.num_seeds == run.num_devices == 1, f"{run.env_id} trains one agent only")
-
-    def start(seed: jax.Array) -> Training:
-        agent_key, env_key, key = jax.random.split(jax.random.PRNGKey(seed), 3)
-        env_state = envs.reset(env_key, n) if env else None
-        return Training(alg.init(agent_key), key, jnp.zeros((2, n)), jnp.zeros(3), env_state)
-
-    seeds = (run.seed + np.arange(run.num_seeds)).astype(np.uint32)
-    if not env:
-        return alg, None, jax.jit(start)(seeds[0])
-    training = jax.jit(partial(jax.lax.map, start))(seeds)  # XLA hangs in ten QR at once
-    parts, devices = n if one else run.num_seeds, jax.devices()[: run.num_devices]
-    fits = len(devices) == run.num_devices and parts % len(devices) == 0
-    require(fits, f"num_devices: only {len(devices)} are there, or it does not divide {parts}")
-    mesh = jax.sharding.Mesh(np.array(devices), "devices")
-    spread = NamedSharding(mesh, PartitionSpec(*[None] * one, "devices"))  # jit follows the data
-    rest = NamedSharding(mesh, PartitionSpec()) if one else spread
-    return alg, envs, jax.device_put(training, Training._make([*[rest] * 4, spread]))
+def check_flags(args: Args, run: Run) -> None:
+    """Finds the mistakes that can be seen without an environment."""
+    flags = asdict(args) | asdict(run)
+    for name, value in flags.items():
+        least = 0 if name in ("seed", "eval_episodes") else 1
+        if type(value) is int and value < least:
+            raise UsageError(f"{name} must be at least {least}, not {value}")
+    is_object = isinstance(json.loads(run.env_kwargs), dict)
+    require(is_object, f"env_kwargs must be an object in JSON, not {run.env_kwargs}")
+    if run.track:
+        importlib.import_module("wandb")
 
 
-def start_log(run: Run, folder: Path, flags: dict, begun: int) -> Callable[[int, dict], None]:
-    """What writes {tag: [num_seeds]} of a step to TensorBoard's event files, one for each agent."""
-    if run.track:  # Weights & Biases follows the event files
-        wandb, name = importlib.import_module("wandb"), folder.name
-        wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
-    folders = [str(folder), *(f"{folder}/seed_{run.seed + i}" for i in range(1, run.num_seeds))]
-    writers = [event_file_writer.EventFileWriter(x) for x in folders]
-    table = "|flag|value|\n|-|-|\n" + "".join(f"|{k}|{x}|\n" for k, x in flags.items())
-    start = partial(Event, wall_time=time.time(), step=begun + 1)
-    for writer in writers:
-        writer.add_event(start(session_log=SessionLog(status=SessionLog.START)))  # drops later
-        writer.add_event(start(summary=text_pb("hyperparameters", table)))
+def set_up(args: Args, run: Run) -> tuple:
+    """The algorithm and the loop that trains it; checks the flags."""
+    check_flags(args, run)
+    with tempfile.TemporaryDirectory() as folder:
+        envs: Any = make_envs(args, run, 1, folder if run.capture_video else "")
+        envs.close()
+    space = envs.single_observation_space
+    dtype = np.uint8 if space.dtype == np.uint8 else np.float32
+    env = envs.unwrapped.envs[0] if hasattr(envs.unwrapped, "envs") else envs
+    is_functional = hasattr(env.unwrapped, "func_env") and not envs.spec.additional_wrappers
+    try:
+        alg = Algorithm(args, np.zeros(space.shape, dtype), envs.single_action_space)
+        if is_functional and not alg.is_offline:
+            compiled = importlib.import_module("compiled")
+            parts = [partial(start_training, alg), partial(update_training, alg)]
+            loop: Any = compiled.CompiledLoop(alg, run, env, *parts, LONGEST_EPISODE)
+        else:
+            is_one = run.num_seeds == run.num_devices == 1
+            require(is_one, f"{run.env_id} trains one agent only, on one device")
+            loop = OrdinaryLoop(alg, run)
+    except ValueError as error:
+        raise UsageError(error) from error
+    is_kept = alg.experience_size == 0 or run.num_seeds == 1
+    require(is_kept, "save_experience: only that of one agent is kept")
+    return alg, loop
 
-    def log(step: int, metrics: dict) -> None:
-        for i, writer in enumerate(writers):  # in one event: add_scalar takes 0.2 ms for each
-            values = {tag: np.broadcast_to(x, len(writers))[i] for tag, x in metrics.items()}
-            points = [Summary.Value(tag=tag, simple_value=x) for tag, x in values.items() if x == x]
-            writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
-            writer.flush()  # raises the error of a full disk
 
-    return log
+def steps_per_interval(alg: Algorithm, run: Run) -> int:
+    """The steps of a log interval, which is whole iterations."""
+    steps = math.ceil(run.log_interval / alg.steps_per_iteration) * alg.steps_per_iteration
+    is_kept = alg.experience_size == 0 or steps <= alg.experience_size
+    require(is_kept, f"save_experience: log_interval {steps} is more than buffer_size holds")
+    return steps
 
 
-def train(args: Args, run: Run, stop: Callable = lambda: False) -> tuple[Training, Any, Path]:
-    """Trains num_seeds agents: the state, the mean of the last returns [num_seeds], the folder."""
-    name = re.sub("[/:]", "-", f"{run.env_id}__{run.exp_name}__{run.seed}__{int(time.time())}")
-    folder = Path(run.resume or f"runs/{name}").absolute()
-    alg, envs, training = set_up(args, run, folder)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    manager = ocp.CheckpointManager(folder / "checkpoints", options=options)
-    begun, seed = manager.latest_step() or 0, run.seed + 1_000_000  # which training does not use
+def new_folder(run: Run) -> Path:
+    """A folder under runs/ that no other run has."""
+    start = int(time.time())
+    while True:
+        name = f"{run.env_id}__{run.exp_name}__{run.seed}__{start}"
+        folder = Path("runs", re.sub("[/:]", "-", name)).absolute()
+        with suppress(FileExistsError):  # of a run that started in the same second
+            folder.mkdir(parents=True)
+            return folder
+        start += 1
+
+
+def saved_flags(folder: Path) -> Flags:
+    """The flags that a run was started with."""
+    saved = json.loads((folder / "args.json").read_text())
+    is_ours = saved["args"].keys() == asdict(Args()).keys()
+    require(is_ours, f"resume: {folder} is a run of another script")
+    return Flags(Run(**saved["run"]), Args(**saved["args"]))
+
+
+def open_folder(args: Args, run: Run) -> Path:
+    """The folder of a new run, or of the one to go on with; the flags are in its args.json."""
     if run.resume:
-        training = manager.restore(begun, args=ocp.args.StandardRestore(training))
-    (folder / "args.json").write_text(json.dumps({"run": asdict(run), "args": asdict(args)}))
-    vault = alg.vault(folder / "experience") if getattr(args, "save_experience", False) else None
-    require(vault is None or run.num_seeds == 1, "save_experience: only that of one agent is kept")
-    if vault is not None:  # of a run that is resumed it drops what came after the checkpoint
+        folder = Path(run.resume).absolute()
+        started, started_args = saved_flags(folder)
+        same_args = replace(started_args, total_timesteps=args.total_timesteps)
+        require(args == same_args, "resume: only total_timesteps may change")
+        for name in ("env_id", "env_kwargs", "seed", "num_seeds"):
+            before = getattr(started, name)
+            require(getattr(run, name) == before, f"resume: {name} must stay {before}")
+        run = started
+    else:
+        folder = new_folder(run)
+    flags = {"run": asdict(run), "args": asdict(args)}
+    (folder / "args.json").write_text(json.dumps(flags))
+    return folder
+
+
+def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list[EventFileWriter]:
+    """TensorBoard's event files, one for each agent."""
+    if run.track:  # Weights & Biases follows the event files
+        wandb = importlib.import_module("wandb")
+        name = folder.name
+        wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
+    table = "|flag|value|\n|-|-|\n"
+    for name, value in flags.items():
+        table += f"|{name}|{value}|\n"
+    start = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of later steps
+    writers = []
+    for i in range(run.num_seeds):
+        path = folder / f"seed_{run.seed + i}" if i > 0 else folder
+        writer = EventFileWriter(str(path), flush_secs=1)
+        event = partial(Event, wall_time=time.time(), step=begun + 1)
+        writer.add_event(event(session_log=start))
+        writer.add_event(event(summary=text_pb("hyperparameters", table)))
+        writers.append(writer)
+    return writers
+
+
+def write_metrics(writers: list[EventFileWriter], step: int, metrics: dict) -> None:
+    """Writes {tag: one value, or one for each agent}, but not NaN."""
+    for i, writer in enumerate(writers):
+        points = []
+        for tag, values in metrics.items():
+            value = np.broadcast_to(values, len(writers))[i]
+            if not np.isnan(value):
+                points.append(Summary.Value(tag=tag, simple_value=value))
+        # All in one event, because add_scalar takes 0.2 ms for each.
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+
+
+def recent_returns(intervals: Iterable, otherwise: Any) -> np.ndarray:
+    """Mean return [num_seeds] over the fewest newest log intervals in which 100 episodes ended.
+
+    `intervals` have `ended` of Training, the newest first. Without an episode it is `otherwise`.
+    """
+    total: Any = 0
+    for ended in intervals:
+        total = total + ended
+        number, returns, _ = total.T
+        if number.min() >= 100:
+            break
+    return np.where(number > 0, returns / np.maximum(number, 1), otherwise)
+
+
+def evaluate_agents(
+    alg: Algorithm, run: Run, loop: Any, training: Training, step: int, folder: Path
+) -> Any:
+    """The mean return of each agent [num_seeds] without exploration, and a video of an episode."""
+    scores = np.nan
+    policy = alg.policy(training.agent)
+    if not jnp.isfinite(ravel_pytree(policy)[0]).all():
+        tqdm.write(f"{step:,} steps: parameters are not finite, training has diverged")
+    if run.eval_episodes > 0:
+        returns = loop.evaluate(policy).reshape(run.num_seeds, -1)
+        tqdm.write(f"{step:,} steps: return {returns.mean():.1f} without exploration")
+        scores = returns.mean(axis=1)
+    if run.capture_video:
+        if training.envs is not None:  # compiled: that of the first agent
+            policy = jax.tree.map(lambda x: x[0], policy)
+        try:
+            evaluate(alg, run, policy, 1, f"{folder}/videos/{step}")
+        except Exception as error:
+            error.add_note("MuJoCo without a screen needs MUJOCO_GL=egl or MUJOCO_GL=osmesa")
+            raise
+    return scores
+
+
+def show_progress(bar: tqdm, steps: range, step: int, speed: float, mean_return: float) -> None:
+    """The bar in a terminal; elsewhere a line about every 5 percent."""
+    text = f"return {mean_return:.1f}"
+    bar.set_postfix_str(text, refresh=False)
+    bar.update(steps.step)
+    if bar.disable and step % max(steps.stop // 20, 1) < steps.step:
+        print(f"{step:,} steps, {speed:,.0f} a second, {text}", flush=True)
+
+
+def open_checkpoints(run: Run, folder: Path, training: Training) -> tuple:
+    """The checkpoints of a run; step and state of the newest, of a new run 0 and `training`."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    checkpoints = ocp.CheckpointManager(folder / "checkpoints", options=options)
+    if not run.resume:
+        return checkpoints, 0, training
+    step = checkpoints.latest_step()
+    require(step is not None, f"resume: {folder} has no checkpoint")
+    return checkpoints, step, checkpoints.restore(step, args=ocp.args.StandardRestore(training))
+
+
+def save(checkpoints: Any, writers: list[EventFileWriter], step: int, training: Training) -> None:
+    """Saves the state of training and what was logged until then."""
+    for writer in writers:
+        writer.flush()  # raises the error of a full disk
+    if step == checkpoints.latest_step():
+        return
+    folder = checkpoints.directory.parent
+    size = sum(x.nbytes for x in jax.tree.leaves(training))
+    # In one line, where orbax would fail in many.
+    has_room = shutil.disk_usage(folder).free > 2 * size
+    require(has_room, f"no space left, --resume {folder}")
+    checkpoints.save(step, args=ocp.args.StandardSave(training))
+
+
+def train(args: Args, run: Run, stop: Callable[[], bool] = lambda: False) -> tuple:
+    """Trains num_seeds agents, until `stop` says so after a log interval.
+
+    Returns the state, the mean return of the last episodes [num_seeds], the folder.
+    """
+    alg, loop = set_up(args, run)
+    interval = steps_per_interval(alg, run)
+    folder = open_folder(args, run)
+    checkpoints, begun, training = open_checkpoints(run, folder, loop.start())
+    writers = open_writers(run, folder, asdict(run) | asdict(args), begun)
+    vault = alg.open_vault(folder / "experience") if alg.experience_size > 0 else None
+    if vault is not None:  # drops what a run that is resumed had after its checkpoint
         vault.write(training.agent.replay)
-    log = start_log(run, folder, asdict(run) | asdict(args), begun)
-    total, interval = args.total_timesteps, math.ceil(run.log_interval / alg.size) * alg.size
-    steps, recent, start_time = range(begun, total, interval), deque[Any](), time.time()
-    loop, score = (train_compiled if envs else train_on_host), math.nan
-    intervals = loop(alg, run, envs, training, steps) if steps else [(begun, training, {})]
-    every: Any = envs and jax.jit(jax.vmap(partial(envs.evaluate, n=run.eval_episodes, seed=seed)))
+    steps = range(begun, args.total_timesteps, interval)
+    # A run that is complete is only evaluated.
+    intervals = loop.intervals(training, steps) if steps else [(begun, training, {})]
     bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
+    ended: deque[np.ndarray] = deque(maxlen=1_000)
+    scores = np.nan
+    start_time = time.time()
     for step, training, metrics in intervals:
-        stopped, metrics = (asked := stop()) or metrics is None, jax.device_get(metrics or {})
-        recent.append(np.asarray(training.ended).reshape(-1, 3))
-        while (sum(recent) - recent[0])[:, 0].min() >= 100:
-            recent.popleft()
-        metrics["charts/SPS"] = sps = (step - begun or math.nan) / (time.time() - start_time)
-        is_due = step >= total or step % run.checkpoint_interval < interval
-        view = alg.view(training.agent)
-        if run.eval_episodes and is_due and not stopped:
-            scores = every(view) if envs else evaluate(alg, run, view, run.eval_episodes, seed)
-            metrics["eval/episodic_return"] = score = np.mean(scores, axis=-1)
-            tqdm.write(f"{step:,} steps: return {np.mean(scores):.1f} without exploration")
-        if run.capture_video and is_due and not stopped:
-            first = jax.tree.map(lambda x: x[0], view) if envs else view
-            evaluate(alg, run, first, 1, seed, f"{folder}/videos/{step}")
-        number, returns, _ = sum(recent).T
-        returns = np.where(number, returns / np.maximum(number, 1), score)  # offline none ends
-        bar.set_postfix_str(f"return {returns.mean():.1f}", refresh=False)
-        bar.update(interval)
-        if bar.disable and step % max(total // 20, 1) < interval:
-            print(f"{step:,} steps, {sps:,.0f} a second, return {returns.mean():.1f}", flush=True)
-        log(step, metrics)
         if vault is not None:
             vault.write(training.agent.replay)
-        if (stopped or is_due) and step != manager.latest_step():
-            size = sum(x.nbytes for x in jax.tree.leaves(training))  # orbax fails in many lines
-            require(shutil.disk_usage(folder).free > 2 * size, f"no space left, --resume {folder}")
-            manager.save(step, args=ocp.args.StandardSave(training))
-        if asked:  # where an environment failed, the next step of the loop raises its error
+        if metrics is None:  # an environment failed: its error comes next
+            save(checkpoints, writers, step, training)
+            continue
+        is_stopped = stop()
+        is_due = step >= args.total_timesteps or step % run.checkpoint_interval < interval
+        speed = (step - begun) / (time.time() - start_time)
+        if metrics:
+            write_metrics(writers, step, jax.device_get(metrics) | {"charts/SPS": speed})
+        if is_due or is_stopped:
+            save(checkpoints, writers, step, training)
+        if is_due and not is_stopped:
+            scores = evaluate_agents(alg, run, loop, training, step, folder)
+            write_metrics(writers, step, {"eval/episodic_return": scores})
+        ended.appendleft(np.asarray(training.ended).reshape(-1, 3))
+        returns = recent_returns(ended, otherwise=scores)
+        show_progress(bar, steps, step, speed, returns.mean())
+        if is_stopped:
             break
+    for writer in writers:
+        writer.flush()
     return training, returns, folder
+
+
+def parse_flags() -> Flags:
+    """The flags of the command line. In a run that is resumed its own are the defaults."""
+    parse = partial(tyro.cli, Flags, description=__doc__, config=[tyro.conf.OmitArgPrefixes])
+    flags = parse()
+    if flags.experiment.resume:
+        flags = parse(default=saved_flags(Path(flags.experiment.resume)))
+    return flags
 
 
 def main() -> None:
     """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # acting: 12 us a call, and not 41
     threading.excepthook = lambda _: None  # TensorBoard's thread: its writer raises the error, too
-    Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
-    parse = partial(tyro.cli, Flags, description=__doc__, config=[tyro.conf.OmitArgPrefixes])
     interrupted = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        run, args = parse()
-        if run.resume:
-            saved = json.loads(Path(run.resume, "args.json").read_text())
-            run, args = parse(default=Flags(Run(**saved["run"]), Args(**saved["args"])))
-            same = saved["args"] | {"total_timesteps": args.total_timesteps}
-            require(asdict(args) == same, "resume: only total_timesteps may change")
+        run, args = parse_flags()
         _, returns, folder = train(args, run, interrupted.is_set)
     except (UsageError, json.JSONDecodeError, ImportError, OSError) as error:
         print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         sys.exit(2)
-    print(f"{folder}: mean return of the last episodes", *(f"{x:.1f}" for x in returns))
+    print(f"{folder}: mean return of the last episodes", *np.round(returns, 1))
     sys.exit(130 if interrupted.is_set() else 0)
 
 
