@@ -3,8 +3,8 @@ and known values.
 """
 
 import json
-import math
 from dataclasses import replace
+from functools import partial
 
 import environments
 import gymnasium as gym
@@ -19,7 +19,8 @@ from gymnasium.experimental.functional import FuncEnv
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from dqn_jax import DQN, FunctionalEnvs, Step, Training
+from compiled import CompiledLoop, FunctionalEnvs
+from dqn_jax import DQN, Step, Training
 
 GAMMA = 0.8
 DQN_FLAGS = dict(
@@ -75,12 +76,12 @@ class Walk(FuncEnv):
 
 
 def make_walk(n, **flags):
-    """DQN for the walk, its environments with a time limit of 6 steps, and a view to act with."""
+    """DQN for the walk, its environments with a time limit of 6 steps, and a policy to act with."""
     args = dqn_jax.Args(num_envs=n, train_frequency=1, **flags)
     alg = DQN(args, np.zeros(2, np.float32), Walk.action_space)
-    view = alg.view(jax.jit(alg.init)(jax.random.PRNGKey(0)))
-    view = jax.random.normal(jax.random.PRNGKey(0), view.shape)  # answers that differ
-    return alg, FunctionalEnvs(alg, Walk(), 6), view
+    policy = alg.policy(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    policy = jax.random.normal(jax.random.PRNGKey(0), policy.shape)  # answers that differ
+    return alg, FunctionalEnvs(alg, Walk(), 6), policy
 
 
 WALK = Walk()
@@ -99,12 +100,12 @@ class Loop:
         self.observation = [np.asarray(OBSERVATION(*x)) for x in zip(self.state, keys, strict=True)]
         self.length, self.resetting = [0] * n, [False] * n
 
-    def collect(self, view, noise, key):
+    def collect(self, policy, noise, key):
         """The rows [S][N] of a rollout, each with its action and what it led to."""
         rows = []
         for t, keys in enumerate(jax.random.split(key, noise.shape)):
             rows.append([])
-            actions = self.alg.act(view, np.stack(self.observation), noise[t])
+            actions = self.alg.act(policy, np.stack(self.observation), noise[t])
             for i, (key, action) in enumerate(zip(keys, np.asarray(actions), strict=True)):
                 row = dict(observation=self.observation[i], action=action, reward=0.0)
                 row |= dict(terminated=False, truncated=False, is_step=not self.resetting[i])
@@ -125,15 +126,15 @@ class Loop:
 def test_collected_is_what_a_plain_loop_collects():
     """Over three rollouts, with starts, a time limit, both ends of an episode and exploration."""
     n, steps = 3, 25
-    alg, envs, view = make_walk(n)
+    alg, envs, policy = make_walk(n)
     key = jax.random.PRNGKey(0)
     state, loop = envs.reset(key, n), Loop(alg, key, n)
     rng, ends = np.random.default_rng(0), np.zeros(3, int)
     collect = jax.jit(envs.collect)
     for i in range(3):
         noise = rng.integers(-1, 3, (steps, n)).astype(np.int32)  # -1: the best action
-        state, rollout = collect(state, view, noise, jax.random.PRNGKey(i))
-        rows = loop.collect(view, noise, jax.random.PRNGKey(i))
+        state, rollout = collect(state, policy, noise, jax.random.PRNGKey(i))
+        rows = loop.collect(policy, noise, jax.random.PRNGKey(i))
         for name in Step._fields[:-1]:
             got, wanted = getattr(rollout, name), [[x[name] for x in row] for row in rows]
             np.testing.assert_array_equal(got, np.array(wanted, got.dtype), err_msg=name)
@@ -150,10 +151,10 @@ def test_collected_is_what_a_plain_loop_collects():
 def test_evaluation_is_what_a_plain_loop_gives():
     """The return of the first episode in each environment, with the best actions."""
     n, seed = 12, 5
-    alg, envs, view = make_walk(n)
+    alg, envs, policy = make_walk(n)
     key = jax.random.PRNGKey(seed)
     loop = Loop(alg, jax.random.fold_in(key, 0), n)
-    rows = loop.collect(view, np.full((6, n), -1, np.int32), key)
+    rows = loop.collect(policy, np.full((6, n), -1, np.int32), key)
     returns, ended, counted = np.zeros(n), np.zeros(n, bool), 0
     for row in rows:
         for i in np.flatnonzero(~ended):
@@ -161,11 +162,13 @@ def test_evaluation_is_what_a_plain_loop_gives():
             ended[i], counted = row[i]["terminated"] or row[i]["truncated"], counted + 1
     assert ended.all()
     assert n < counted < 6 * n  # some end before the time limit
-    np.testing.assert_allclose(envs.evaluate(view, n, seed), returns, rtol=1e-6)
+    got, is_over = envs.evaluate(policy, n, key, 30_000)
+    np.testing.assert_allclose(got, returns, rtol=1e-6)
+    assert is_over.all()
 
 
 def test_an_evaluation_without_a_time_limit_ends():
-    """After 10,000 steps of an episode that never ends, its reward so far is the return."""
+    """After 30,000 steps of an episode that never ends, its reward so far is the return."""
 
     class Endless(environments.Chain):
         def reward(self, state, action, next_state, rng, params=None):
@@ -176,30 +179,34 @@ def test_an_evaluation_without_a_time_limit_ends():
 
     alg = DQN(dqn_jax.Args(), np.zeros(5, np.float32), Endless.action_space)
     envs, state = FunctionalEnvs(alg, Endless(), None), jax.jit(alg.init)(jax.random.PRNGKey(0))
-    assert envs.time_limit == math.inf
-    np.testing.assert_array_equal(envs.evaluate(alg.view(state), 2, 0), [5_000, 5_000])
+    assert envs.time_limit == np.iinfo(np.int32).max
+    assert dqn_jax.LONGEST_EPISODE == 30_000
+    key, longest = jax.random.PRNGKey(0), dqn_jax.LONGEST_EPISODE
+    returns, is_over = envs.evaluate(alg.policy(state), 2, key, longest)
+    np.testing.assert_array_equal(returns, [15_000, 15_000])
+    assert not is_over.any()
 
 
 class Counts:
     """A stand-in for an algorithm, which learns nothing."""
 
-    shape = 6, 4
+    rollout_shape = 6, 4
 
     @staticmethod
-    def train_step(state, rollout, now, key):
+    def train_step(state, rollout, schedule, key):
         return state, {}
 
     @staticmethod
-    def view(state):
+    def policy(state):
         return state
 
 
 def test_episodes_are_counted_across_rollouts():
     """Number, returns and lengths of those that ended, and what the others have so far."""
-    (steps, n), rng = Counts.shape, np.random.default_rng(0)
-    training = Training(0, jax.random.PRNGKey(0), jnp.zeros((2, n)), jnp.zeros(3), None)
+    (steps, n), rng = Counts.rollout_shape, np.random.default_rng(0)
+    training = Training(0, jax.random.PRNGKey(0), jnp.zeros((2, n)), jnp.zeros(3))
     resetting, current, ended = np.zeros(n, bool), np.zeros((2, n)), np.zeros(3)
-    step = jax.jit(lambda *x: dqn_jax.learn(Counts, *x))
+    step = jax.jit(partial(dqn_jax.update_training, Counts))
     for _ in range(5):
         rows = []
         for _ in range(steps):
@@ -223,15 +230,14 @@ def test_episodes_are_counted_across_rollouts():
 def test_environments_draw_afresh():
     """No two episodes, and no two environments, start alike; the last observation is true."""
     run = dqn_jax.Run(env_id="phys2d/CartPole-v1")
-    env = dqn_jax.make_envs(run, 1).envs[0].unwrapped.func_env
-    alg = DQN(dqn_jax.Args(num_envs=4), np.zeros(4, np.float32), gym.spaces.Discrete(2))
+    args = dqn_jax.Args(num_envs=4)
+    env = dqn_jax.make_envs(args, run, 1).envs[0].unwrapped.func_env
+    alg = DQN(args, np.zeros(4, np.float32), gym.spaces.Discrete(2))
     envs = FunctionalEnvs(alg, env, 500)
-    state, view = (
-        envs.reset(jax.random.PRNGKey(0), 4),
-        jax.jit(alg.init)(jax.random.PRNGKey(0)).params,
-    )
+    state = envs.reset(jax.random.PRNGKey(0), 4)
+    policy = alg.policy(jax.jit(alg.init)(jax.random.PRNGKey(0)))
     noise = np.broadcast_to(np.arange(4, dtype=np.int32) % 2, (100, 4))
-    after, rollout = envs.collect(state, view, noise, jax.random.PRNGKey(1))
+    after, rollout = envs.collect(state, policy, noise, jax.random.PRNGKey(1))
     following = np.concatenate([rollout.observation[1:], rollout.next_observation[None]])
     starts = np.concatenate([state.observation, following[~rollout.is_step]])
     assert len(starts) > 20
@@ -241,16 +247,19 @@ def test_environments_draw_afresh():
     np.testing.assert_array_equal(after.observation, rollout.next_observation)
 
 
-def test_what_is_not_functional_as_registered_is_stepped_ordinarily(tmp_path):
+def test_what_is_not_functional_as_registered_is_stepped_ordinarily():
     """The wrappers of a registration are kept."""
     args, run = ppo_jax.Args(num_steps=4), ppo_jax.Run(env_id="ChainWrapped-v0")
-    alg, envs, training = ppo_jax.set_up(args, run, tmp_path)
-    assert envs is training.envs is None
+    alg, loop = ppo_jax.set_up(args, run)
+    assert isinstance(loop, ppo_jax.OrdinaryLoop)
+    assert not isinstance(loop, CompiledLoop)
+    training = loop.start()
+    assert training.envs is None
     assert training.current.shape == (2, 4)
     assert alg.example.observation.shape == (6,)
     for more in ("num_seeds", "num_devices"):
         with pytest.raises(ppo_jax.UsageError, match="ChainWrapped-v0 trains one agent only"):
-            ppo_jax.set_up(args, replace(run, **{more: 2}), tmp_path)
+            ppo_jax.set_up(args, replace(run, **{more: 2}))
 
 
 # ----------------------------------------------------------------------------------- what it learns
@@ -278,7 +287,7 @@ def test_q_values_of_a_chain(module, env_id):
     alg, params, _, scalars = train_chain(module, args, env_id)
     states = np.arange(4)
     right, left = GAMMA ** (3.0 - states), GAMMA ** (4.0 - np.maximum(states - 1, 0))
-    values = alg.q(params, np.eye(5, dtype=np.float32)[:4])
+    values = alg.q_values(params, np.eye(5, dtype=np.float32)[:4])
     np.testing.assert_allclose(values, np.stack([left, right], axis=1), atol=0.03)
     assert scalars["eval/episodic_return"] == [(16_000, 1.0)]
     # One point for each log interval, of what holds for its last iteration.
@@ -294,7 +303,7 @@ def test_q_values_of_a_chain(module, env_id):
 def test_policy_and_values_of_a_chain():
     args = ppo_jax.Args(**PPO_FLAGS, total_timesteps=20_000)
     alg, params, returns, scalars = train_chain(ppo_jax, args, "Chain-v0")
-    output, values = alg.apply(params, np.eye(5, dtype=np.float32)[:4])
+    output, values = alg.actor_critic(params, np.eye(5, dtype=np.float32)[:4])
     assert (np.diff(output, axis=1) > 3).all()
     np.testing.assert_allclose(values, GAMMA ** (3.0 - np.arange(4)), atol=0.05)
     assert returns[0] > 0.99
@@ -413,7 +422,8 @@ def test_each_agent_of_a_group_is_evaluated(monkeypatch):
     folders = [folder, *(folder / f"seed_{seed}" for seed in (4, 5, 6))]
     scores = [read_events(x)[0]["eval/episodic_return"] for x in folders]
     alg = ppo_jax.Algorithm(args, np.zeros(5, np.float32), environments.Chain.action_space)
-    view = alg.view(training.agent)
-    goes_right = jax.vmap(lambda x: jnp.diff(alg.apply(x, jnp.eye(5)[:4])[0])[:, 0] > 0)(view[0])
+    params, _ = alg.policy(training.agent)
+    output, _ = jax.vmap(alg.actor_critic, in_axes=(0, None))(params, jnp.eye(5)[:4])
+    goes_right = jnp.diff(output)[..., 0] > 0
     assert scores == [[(32, float(x))] for x in goes_right.all(axis=1)]
     assert {x for ((_, x),) in scores} == {0.0, 1.0}

@@ -1,11 +1,11 @@
 """dqn_jax.py: its pure functions against hand computations, its collector against environments
-stepped alone, a whole run against a plain loop, and what it learns against known values.
+stepped alone, a whole run against a plain loop, and what it learns against known values. Of
+images.py the network.
 """
 
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import environments  # noqa: F401  (registers)
@@ -20,9 +20,9 @@ from conftest import slow
 from events import read_events
 from scipy.stats import chisquare
 
-import buffers
 import dqn_jax
-from dqn_jax import DQN, Args, EnvState, Run, Step, Training, UsageError, train
+import images
+from dqn_jax import DQN, Args, Run, Step, Training, UsageError, train
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def linear(module, args, features=1, num_actions=2):
     """The algorithm of a script, with Q(s, .) = s @ params and plain gradient descent."""
 
     class Linear(module.Algorithm):
-        def q(self, params, observation):
+        def q_values(self, params, observation):
             return observation @ params.reshape(features, num_actions)
 
     alg = Linear(args, np.zeros(features, np.float32), gym.spaces.Discrete(num_actions))
@@ -56,9 +56,37 @@ def state_of(alg, params, target_params):
 # ------------------------------------------------------------------------------------ the network
 
 
+def in_order(params):
+    """The layers of a QNetwork; with convolutions flax numbers the one of the actions first."""
+    layers = [params[f"Dense_{i}"] for i in range(len(params))]
+    return layers if len(layers) == 3 else layers[1:] + layers[:1]
+
+
+def kernels(shape, dtype):
+    """Shapes of the layers' kernels of a QNetwork for observations of that shape."""
+    network = dqn_jax.QNetwork(2)
+    x = jax.ShapeDtypeStruct((2, *shape), dtype)
+    out, params = jax.eval_shape(network.init_with_output, jax.random.PRNGKey(0), x)
+    assert (out.shape, out.dtype) == ((2, 2), jnp.float32)
+    return [layer["kernel"].shape for layer in in_order(params["params"])]
+
+
+def after_convolutions(height, width):
+    """How many features the convolutions leave of an image, by flax."""
+    x = jax.ShapeDtypeStruct((1, height, width, 1), jnp.float32)
+    for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+        # Rows and columns that do not fill a stride are left out.
+        x = jax.ShapeDtypeStruct(
+            (1, x.shape[1] // stride * stride, x.shape[2] // stride * stride, x.shape[3]), x.dtype
+        )
+        conv = nn.Conv(channels, (size, size), (stride, stride), "VALID")
+        x, _ = jax.eval_shape(conv.init_with_output, jax.random.PRNGKey(0), x)
+    return int(np.prod(x.shape))
+
+
 def test_shapes_of_observations():
     """Images of 36x36 and more keep their form, with the channels last; others are flattened."""
-    images = {
+    forms = {
         (36, 36): (36, 36, 1),
         (84, 84): (84, 84, 1),
         (36, 40, 3): (36, 40, 3),
@@ -69,28 +97,50 @@ def test_shapes_of_observations():
         (4, 84, 84, 1): (84, 84, 4),
     }
     flat = [(128,), (8, 8), (35, 40), (40, 35), (40, 35, 3), (4, 35, 36), (2, 3, 35, 36)]
-    for shape in [*images, *flat]:
-        size = (int(np.prod(shape)),)
-        for dtype, wanted in ((jnp.uint8, images.get(shape, size)), (jnp.float32, size)):
-            out = jax.eval_shape(dqn_jax.prepare, jax.ShapeDtypeStruct((2, *shape), dtype))
-            assert (out.shape, out.dtype) == ((2, *wanted), jnp.float32)
+    for shape in [*forms, *flat]:
+        size = int(np.prod(shape))
+        perceptron = [(size, 120), (120, 84), (84, 2)]
+        assert kernels(shape, jnp.float32) == perceptron, shape
+        if shape in flat:
+            assert kernels(shape, jnp.uint8) == perceptron, shape
+            continue
+        height, width, channels = forms[shape]
+        x = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
+        out = jax.eval_shape(images.channels_last, x)
+        assert (out.shape, out.dtype) == ((2, height, width, channels), jnp.float32), shape
+        features = after_convolutions(height, width)
+        convolutions = [(64 * channels, 32), (512, 64), (576, 64), (features, 512), (512, 2)]
+        assert kernels(shape, jnp.uint8) == convolutions, shape
 
 
 def test_values_of_observations():
-    """Integers are divided by 255, whether an image or not; stacked frames become channels."""
+    """Images are divided by 255, all else is the number it is; stacked frames become channels."""
     x = np.random.default_rng(0).integers(256, size=(2, 4, 36, 40), dtype=np.uint8)
-    out = dqn_jax.prepare(jnp.asarray(x))
-    np.testing.assert_allclose(out, np.moveaxis(x, 1, -1) / 255, rtol=1e-6)
-    small = x[:, :, 0]
-    np.testing.assert_allclose(dqn_jax.prepare(small), small.reshape(2, -1) / 255, rtol=1e-6)
-    floats = x.astype(np.float32)
-    np.testing.assert_array_equal(dqn_jax.prepare(floats), floats.reshape(2, -1))
+    last = np.moveaxis(x, 1, -1)
+    np.testing.assert_array_equal(images.channels_last(jnp.asarray(x)), last)
+    network = dqn_jax.QNetwork(2)
+    apply = jax.jit(network.apply)
+    params = jax.jit(network.init)(jax.random.PRNGKey(0), x)
+    np.testing.assert_array_equal(apply(params, x), apply(params, last))
 
+    class Features(nn.Module):
+        """What the first layer of `nature_cnn` sees."""
 
-def in_order(params):
-    """The layers of a QNetwork; with convolutions flax numbers the one of the actions first."""
-    layers = [params[f"Dense_{i}"] for i in range(len(params))]
-    return layers if len(layers) == 3 else layers[1:] + layers[:1]
+        @nn.compact
+        def __call__(self, x):
+            seen = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(images, "convolve", lambda x, **_: seen.append(x) or x)
+                images.nature_cnn(x)
+            return seen[0]
+
+    seen, _ = Features().init_with_output(jax.random.PRNGKey(0), x)
+    assert seen.dtype == jnp.float32
+    np.testing.assert_allclose(seen, last / 255, rtol=1e-6)
+    for other in (x[:, :, 0], x.astype(np.float32)):
+        params = jax.jit(network.init)(jax.random.PRNGKey(0), other)
+        numbers = other.reshape(2, -1).astype(np.float32)
+        np.testing.assert_array_equal(apply(params, other), apply(params, numbers))
 
 
 @pytest.mark.parametrize(
@@ -106,10 +156,7 @@ def in_order(params):
 )
 def test_network_of_an_environment(env_id, layers):
     space = gym.make(env_id).observation_space
-    image = np.zeros((1, *space.shape), space.dtype)
-    network = dqn_jax.QNetwork(2)
-    params = jax.eval_shape(network.init, jax.random.PRNGKey(0), image)["params"]
-    assert [layer["kernel"].shape for layer in in_order(params)] == layers
+    assert kernels(space.shape, space.dtype) == layers
 
 
 class FlaxNatureCNN(nn.Module):
@@ -169,7 +216,7 @@ def test_loss_by_hand(double_q):
     alg = linear(dqn_jax, Args(gamma=0.5, double_q=double_q))
     params, target_params = jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0])
     grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
-    (loss, metrics), grad = grad_fn(params, target_params, windows_by_hand())
+    (loss, metrics), grad = grad_fn(params, target_params, alg.fold(windows_by_hand()))
     # Action 1 is best online, action 0 in the target network, which judges either of them.
     bootstrap = 4.0 if double_q else 10.0
     errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
@@ -183,7 +230,8 @@ def test_loss_by_hand(double_q):
 def test_loss_without_a_valid_row():
     alg = linear(dqn_jax, Args())
     grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
-    out = grad_fn(jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0]), windows_by_hand(invalid=True))
+    batch = alg.fold(windows_by_hand(invalid=True))
+    out = grad_fn(jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0]), batch)
     zero = {"losses/td_loss": 0, "losses/q_values": 0}
     jax.tree.map(np.testing.assert_array_equal, out, ((0, zero), np.zeros(2)))
 
@@ -191,12 +239,12 @@ def test_loss_without_a_valid_row():
 def test_schedule():
     args = Args(total_timesteps=1_000, num_envs=8, learning_starts=200, exploration_fraction=0.5)
     alg = linear(dqn_jax, args)
-    assert alg.shape == (5, 8)
-    now = alg.schedule(np.array([0, 120, 160, 200, 240, 480, 520, 960]))
+    assert alg.rollout_shape == (5, 8)
+    schedule = alg.schedule(np.array([0, 120, 160, 200, 240, 480, 520, 960]))
     epsilon = [1, 0.772, 0.696, 0.62, 0.544, 0.088, 0.05, 0.05]
-    np.testing.assert_allclose(now["epsilon"], epsilon, rtol=1e-6)
+    np.testing.assert_allclose(schedule["epsilon"], epsilon, rtol=1e-6)
     # The iteration from step 160 to 200 ends where learning starts.
-    np.testing.assert_array_equal(now["gradient_steps"], [0, 0, 0, 4, 4, 4, 4, 4])
+    np.testing.assert_array_equal(schedule["gradient_steps"], [0, 0, 0, 4, 4, 4, 4, 4])
     passes = linear(dqn_jax, replace(args, learning_starts=201))  # within that from 200 to 240
     np.testing.assert_array_equal(passes.schedule(np.array([160, 200]))["gradient_steps"], [0, 4])
     at_once = linear(dqn_jax, replace(args, exploration_fraction=0.0))
@@ -209,17 +257,18 @@ def test_ratio_of_gradient_steps_to_environment_steps(num_envs, train_frequency)
     """One gradient step per train_frequency environment steps, whatever the number of them."""
     args = Args(total_timesteps=6_400, num_envs=num_envs, learning_starts=1_600)
     alg = linear(dqn_jax, replace(args, train_frequency=train_frequency))
-    steps = np.arange(0, 6_400, alg.size)
-    begun = 1_600 // alg.size * alg.size  # the iteration that passes learning_starts learns whole
-    learning = len(steps) * alg.size - begun
+    size = alg.steps_per_iteration
+    steps = np.arange(0, 6_400, size)
+    begun = 1_600 // size * size  # the iteration that passes learning_starts learns whole
+    learning = len(steps) * size - begun
     assert alg.schedule(steps)["gradient_steps"].sum() == learning / train_frequency
 
 
 def test_exploration_draws_for_each_step_and_environment():
     args = Args(num_envs=4, train_frequency=8_000)
     alg = linear(dqn_jax, args, num_actions=3)
-    explore = partial(jax.jit(alg.explore), jax.random.PRNGKey(0))
-    noise = np.asarray(explore({"epsilon": 0.3}))
+    draw_noise = partial(jax.jit(alg.draw_noise), jax.random.PRNGKey(0))
+    noise = np.asarray(draw_noise({"epsilon": 0.3}))
     assert noise.shape == (2_000, 4)
     for column in noise.T:
         counts = [(column == action).sum() for action in (-1, 0, 1, 2)]
@@ -231,8 +280,8 @@ def test_exploration_draws_for_each_step_and_environment():
         counts = np.bincount(pair, minlength=4)
         wanted = len(pair) * np.array([0.49, 0.21, 0.21, 0.09])
         assert chisquare(counts, wanted).pvalue > 1e-3
-    assert set(np.ravel(explore({"epsilon": 0.0}))) == {-1}
-    assert set(np.ravel(explore({"epsilon": 1.0}))) == {0, 1, 2}
+    assert set(np.ravel(draw_noise({"epsilon": 0.0}))) == {-1}
+    assert set(np.ravel(draw_noise({"epsilon": 1.0}))) == {0, 1, 2}
 
 
 def test_act_is_greedy_where_the_noise_says_so():
@@ -240,7 +289,7 @@ def test_act_is_greedy_where_the_noise_says_so():
     observation = np.array([[1.0], [-1.0], [1.0], [-1.0]], np.float32)
     action = alg.act(jnp.array([5.0, 7.0, 6.0]), observation, np.array([-1, -1, 2, 1], np.int32))
     np.testing.assert_array_equal(action, [1, 0, 2, 1])
-    assert alg.greedy == -1
+    assert alg.no_noise == -1
 
 
 def random_rollout(rng, steps, resetting, features=1, garbage=0.0):
@@ -359,31 +408,64 @@ def test_train_step_against_a_plain_loop(flags):
 
 @pytest.mark.parametrize("n_step", [1, 3])
 def test_no_window_goes_across_a_restart(n_step):
-    """Every window that is held, twice: where the environments went on, and where they started."""
-    args = Args(n_step=n_step, num_envs=2, train_frequency=8, batch_size=8, buffer_size=20)
-    alg, rng = linear(dqn_jax, args), np.random.default_rng(1)
+    """Every window that is held, twice: where the environments went on, and where they started.
+
+    Of the rows before a restart the last one is lost, and the one before it is cut off there.
+    """
+    args = Args(n_step=n_step, num_envs=6, train_frequency=24, batch_size=8, buffer_size=60)
+    alg, rng = linear(dqn_jax, replace(args, gamma=0.9)), np.random.default_rng(1)
     state, step = state_of(alg, *np.zeros((2, 2), np.float32)), jax.jit(alg.train_step)
-    is_step, resetting, fold = [], np.zeros(2, bool), jax.jit(buffers.n_step_transition)
+    resetting, plain = np.zeros(6, bool), PlainReplay()
     for _ in range(3):
         rollout, resetting = random_rollout(rng, 4, resetting)
         state, _ = step(state, rollout, {"gradient_steps": 0}, jax.random.PRNGKey(0))
-        is_step += list(rollout.is_step)
+        plain.add(rollout)
     restarted = alg.restart(state)
-    rollout, _ = random_rollout(rng, 4, resetting)
-    is_step += list(rollout.is_step)
+    goes_on = plain.rows[10].is_step & ~plain.rows[10].terminated
+    assert goes_on.any()
+    cut = list(plain.rows)
+    cut[10] = cut[10]._replace(truncated=goes_on)
+    cut[11] = cut[11]._replace(is_step=np.zeros(6, bool))
+    held = np.arange(2, 12)  # rows, in the ring at their number modulo 10
+    wanted = jax.tree.map(lambda *x: np.stack(x), *[cut[row] for row in held])
+    stored = jax.tree.map(lambda x: np.asarray(x)[held % 10], restarted.replay.storage)
+    jax.tree.map(np.testing.assert_array_equal, stored, wanted)
+    same = restarted._replace(replay=restarted.replay._replace(storage=state.replay.storage))
+    jax.tree.map(np.testing.assert_array_equal, same, state)  # all else stays
+
+    rollout, _ = random_rollout(rng, 4, np.zeros(6, bool))
+    plain.add(rollout)
+    after_cut = PlainReplay()
+    after_cut.rows = [*cut, *plain.rows[12:]]
     rows = range(6, 16 - n_step)  # of 16, the last 10 are held, and a window is n_step + 1 of them
-    indices = np.array([2 * row + i for row in rows for i in range(2)])
-    held = []
-    for start in (state, restarted):
+    indices = np.array([6 * row + i for row in rows for i in range(6)])
+    fold, valid = jax.jit(alg.fold), []
+    for start, steps in ((state, plain), (restarted, after_cut)):
         new, _ = step(start, rollout, {"gradient_steps": 0}, jax.random.PRNGKey(0))
-        window = alg.replay.get(new.replay, indices)
-        held.append(np.asarray(fold(window, 0.9, window.is_step)[2]))
-    wanted = np.array([is_step[row][i] for row in rows for i in range(2)])
-    crosses = np.array([row < 12 <= row + n_step for row in rows for _ in range(2)])
-    assert (wanted & crosses).any()
-    assert (~wanted).any()
-    np.testing.assert_array_equal(held[0], wanted)
-    np.testing.assert_array_equal(held[1], wanted & ~crosses)
+        batch = fold(alg.replay.get(new.replay, indices))
+        *expected, is_valid = steps.batch(indices, 6, n_step, 0.9)
+        np.testing.assert_array_equal(batch.is_valid, is_valid)
+        for got, x in zip(batch, expected, strict=False):
+            np.testing.assert_allclose(np.asarray(got)[is_valid], x, rtol=1e-5, atol=1e-6)
+        valid.append(is_valid)
+    row, environment = np.divmod(indices, 6)
+    is_step = np.array([plain.rows[r].is_step[i] for r, i in zip(row, environment, strict=True)])
+    assert (~is_step).any()
+    assert is_step[row == 11].any()
+    np.testing.assert_array_equal(valid[0], is_step)
+    np.testing.assert_array_equal(valid[1], is_step & (row != 11))  # only the last row is lost
+    # Those that reach the cut are bootstrapped from what was observed last.
+    reaching = 0
+    for b in np.flatnonzero(valid[1] & (row < 11) & (row + n_step >= 11)):
+        i, until_cut = environment[b], range(row[b], 11)
+        if any(plain.rows[r].terminated[i] or plain.rows[r].truncated[i] for r in until_cut):
+            continue
+        reaching += 1
+        np.testing.assert_array_equal(batch.next_observation[b], plain.rows[11].observation[i])
+        assert batch.discount[b] == pytest.approx(0.9 ** len(until_cut))
+        total = sum(0.9**m * plain.rows[r].reward[i] for m, r in enumerate(until_cut))
+        assert batch.reward[b] == pytest.approx(total, rel=1e-5)
+    assert reaching > 1
 
 
 # ----------------------------------------------------------------------------------- environments
@@ -418,7 +500,7 @@ def test_the_environment_is_the_same_at_any_number_of_them(
 ):
     run = Run(env_id=env_id, env_kwargs=env_kwargs)
     for n in (1, 2, 4, 8):
-        envs = dqn_jax.make_envs(run, n)
+        envs = dqn_jax.make_envs(Args(), run, n)
         assert envs.num_envs == n
         assert envs.single_observation_space.shape == shape
         assert kind_of(envs)[0] == (native_from is not None and n >= native_from), n
@@ -438,11 +520,13 @@ def test_the_environment_is_the_same_at_any_number_of_them(
         (Run(env_id="FrozenLake-v1"), r"observations are Discrete\(16\), no Box"),
         (Run(env_id="Pendulum-v1"), r"DQN takes Discrete actions, not Box"),
         (Run(num_seeds=2), "CartPole-v1 trains one agent only"),
-        (Run(num_seeds=0, log_interval=-1), "must be at least 1: num_seeds, log_interval"),
+        (Run(num_seeds=0, log_interval=-1), "num_seeds must be at least 1, not 0"),
+        (Run(log_interval=-1), "log_interval must be at least 1, not -1"),
         (Args(learning_starts=100), "learning_starts must be at least batch_size"),
         (Args(total_timesteps=10_000), "learning_starts must be .* less than total_timesteps"),
-        (Args(num_envs=0), "must be at least 1: num_envs"),
-        (Args(train_frequency=0, n_step=0), "must be at least 1: train_frequency, n_step"),
+        (Args(num_envs=0), "num_envs must be at least 1, not 0"),
+        (Args(train_frequency=0, n_step=0), "train_frequency must be at least 1, not 0"),
+        (Args(n_step=0), "n_step must be at least 1, not 0"),
     ],
 )
 def test_mistakes_in_flags_are_found_before_training(run, message, tmp_path):
@@ -478,20 +562,23 @@ def test_collector_against_environments_stepped_alone():
     """All of every step, over rollouts, with and without exploration."""
     n, rollouts = 3, 5
     alg = linear(dqn_jax, Args(num_envs=n, train_frequency=18), features=3, num_actions=3)
-    assert alg.shape == (6, n)
-    envs = dqn_jax.make_envs(Run(env_id="Counter-v0"), n)
-    state, rng = EnvState(envs.reset(seed=5)[0], np.zeros(n, bool)), np.random.default_rng(0)
-    view = jnp.asarray(rng.normal(size=9), jnp.float32)
+    assert alg.rollout_shape == (6, n)
+    envs = dqn_jax.make_envs(alg.args, Run(env_id="Counter-v0"), n)
+    observation, _ = envs.reset(seed=5)
+    is_step, rng = np.ones(n, bool), np.random.default_rng(0)
+    policy = jnp.asarray(rng.normal(size=9), jnp.float32)
     collected, noises, resetting = [], [], []
     for _ in range(rollouts):
         noises.append(rng.integers(-1, 3, size=(6, n), dtype=np.int32))
-        resetting.append(state.resetting)
-        state, rollout = dqn_jax.collect(alg, envs, state, view, noises[-1])
+        resetting.append(~is_step)
+        rollout, is_step = dqn_jax.collect_rollout(
+            alg, envs, observation, is_step, policy, noises[-1]
+        )
+        observation = rollout.next_observation
         collected.append(rollout)
     envs.close()
     for before, after in pairwise(collected):
         np.testing.assert_array_equal(before.next_observation, after.observation[0])
-    np.testing.assert_array_equal(collected[-1].next_observation, state.observation)
     np.testing.assert_array_equal(resetting, np.outer([0, 1, 0, 0, 1], [1] * n))
     rollout = jax.tree.map(lambda *x: np.concatenate(x), *collected)
     noise = np.concatenate(noises)
@@ -504,13 +591,13 @@ def test_collector_against_environments_stepped_alone():
         "is_step": bool,
         "next_observation": np.float32,
     }
-    greedy = (rollout.observation @ np.asarray(view).reshape(3, 3)).argmax(-1)
+    greedy = (rollout.observation @ np.asarray(policy).reshape(3, 3)).argmax(-1)
     np.testing.assert_array_equal(rollout.action, np.where(noise < 0, greedy, noise))
     following = np.concatenate([rollout.observation[1:], collected[-1].next_observation[None]])
     done = rollout.terminated | rollout.truncated
     np.testing.assert_array_equal(rollout.is_step[1:], ~done[:-1])  # the step after an end resets
     assert rollout.is_step[0].all()
-    np.testing.assert_array_equal(state.resetting, done[-1])
+    np.testing.assert_array_equal(is_step, ~done[-1])
     assert (rollout.reward[~rollout.is_step] == 0).all()
     rollout = rollout._replace(next_observation=following)
     for i in range(n):
@@ -526,11 +613,12 @@ def test_collector_against_environments_stepped_alone():
 def test_native_environments_are_collected_without_a_loss():
     """CartPole's reward is 1 a step; the observation after the last one is out of bounds."""
     alg = linear(dqn_jax, Args(num_envs=4, train_frequency=800), features=4)
-    envs = dqn_jax.make_envs(Run(), 4)
+    envs = dqn_jax.make_envs(alg.args, Run(), 4)
     assert type(envs).__name__ == "CartPoleVectorEnv"
-    state = EnvState(envs.reset(seed=0)[0], np.zeros(4, bool))
+    observation, _ = envs.reset(seed=0)
     noise = np.random.default_rng(0).integers(2, size=(200, 4), dtype=np.int32)
-    state, rollout = dqn_jax.collect(alg, envs, state, np.zeros(8, np.float32), noise)
+    is_step, policy = np.ones(4, bool), np.zeros(8, np.float32)
+    rollout, _ = dqn_jax.collect_rollout(alg, envs, observation, is_step, policy, noise)
     envs.close()
     np.testing.assert_array_equal(rollout.reward, rollout.is_step)
     done = (rollout.terminated | rollout.truncated)[:-1]
@@ -543,10 +631,9 @@ def test_native_environments_are_collected_without_a_loss():
 def test_statistics_of_episodes_against_a_plain_loop():
     """Across rollouts, and across the points of the charts, which start the sums anew."""
     n, steps = 4, 6
-    stub = SimpleNamespace(train_step=lambda state, *_: (state, {}), view=lambda state: state)
-    stub.shape = steps, n
-    update, rng = jax.jit(partial(dqn_jax.learn, stub)), np.random.default_rng(2)
-    training = Training(0, jax.random.PRNGKey(0), jnp.zeros((2, n)), jnp.zeros(3), None)
+    stub = SimpleNamespace(train_step=lambda state, *_: (state, {}), policy=lambda state: state)
+    update, rng = jax.jit(partial(dqn_jax.update_training, stub)), np.random.default_rng(2)
+    training = Training(0, jax.random.PRNGKey(0), jnp.zeros((2, n)), jnp.zeros(3))
     resetting, totals, lengths = np.zeros(n, bool), np.zeros(n), np.zeros(n)
     seen = 0
     for _ in range(10):
@@ -590,8 +677,8 @@ def test_rewards_are_learned_from_by_their_sign():
         is_step=np.ones((3, 2), bool),
     )
     agent = state_of(alg, *np.zeros((2, 2), np.float32))
-    training = Training(agent, jax.random.PRNGKey(0), jnp.zeros((2, 2)), jnp.zeros(3), None)
-    update = jax.jit(partial(dqn_jax.learn, alg))
+    training = Training(agent, jax.random.PRNGKey(0), jnp.zeros((2, 2)), jnp.zeros(3))
+    update = jax.jit(partial(dqn_jax.update_training, alg))
     training, metrics, _ = update(training, rollout, {"gradient_steps": 0})
     stored = training.agent.replay.storage.reward[:3]
     np.testing.assert_array_equal(stored, [[1, -1], [0, 1], [1, -1]])
@@ -633,23 +720,29 @@ def test_same_seed_same_run(two_runs):
 def test_run_against_a_plain_loop(two_runs):
     """Without threads: a rollout is collected with the parameters of before the last update."""
     alg, args, run, ((trained, returns, folder), _) = two_runs
-    training = dqn_jax.set_up(args, run, Path("no_video"))[2]
-    interval = -(-500 // alg.size) * alg.size
-    explore, learn = jax.jit(alg.explore), partial(dqn_jax.learn, alg)
-    update = jax.jit(learn, donate_argnums=0)
-    envs = dqn_jax.make_envs(run, args.num_envs)
-    env_state = EnvState(envs.reset(seed=1)[0], np.zeros(args.num_envs, bool))
-    views = [jnp.copy(alg.view(training.agent))] * 2
+    _, loop = dqn_jax.set_up(args, run)
+    training = loop.start()
+    size = alg.steps_per_iteration
+    interval = -(-500 // size) * size
+    draw_noise = jax.jit(alg.draw_noise)
+    update = jax.jit(partial(dqn_jax.update_training, alg), donate_argnums=0)
+    envs = dqn_jax.make_envs(args, run, args.num_envs)
+    observation, _ = envs.reset(seed=dqn_jax.environment_seed(run, 0))
+    is_step = np.ones(args.num_envs, bool)
+    policies = [jnp.copy(alg.policy(training.agent))] * 2
     charts, ended, totals = {}, [], np.zeros(args.num_envs)
     for step in range(0, args.total_timesteps, interval):
         ended.append([])
-        for at in range(step, step + interval, alg.size):
-            now = {k: x[0] for k, x in alg.schedule(np.array([at])).items()}
+        for at in range(step, step + interval, size):
+            schedule = {name: x[0] for name, x in alg.schedule(np.array([at])).items()}
             key = jax.random.fold_in(jax.random.PRNGKey(1), at)
-            noise = np.asarray(explore(key, now))
-            env_state, rollout = dqn_jax.collect(alg, envs, env_state, views.pop(0), noise)
-            training, metrics, view = update(training, rollout, now)
-            views.append(view)
+            noise = np.asarray(draw_noise(key, schedule))
+            rollout, is_step = dqn_jax.collect_rollout(
+                alg, envs, observation, is_step, policies.pop(0), noise
+            )
+            observation = rollout.next_observation
+            training, metrics, policy = update(training, rollout, schedule)
+            policies.append(policy)
             for t, done in enumerate(rollout.terminated | rollout.truncated):
                 totals += rollout.reward[t]
                 ended[-1] += list(totals[done])
@@ -684,7 +777,7 @@ def test_run_against_a_plain_loop(two_runs):
     assert len(last[-1]) > len(ended[-1])
     assert returns == pytest.approx(np.mean(last[-1]), rel=1e-5)
     # One gradient step per 10 steps, from the iteration on that passes learning_starts.
-    learning = len(steps) * interval - 600 // alg.size * alg.size
+    learning = len(steps) * interval - 600 // size * size
     assert int(trained.agent.updates) == int(trained.agent.opt_state[0].count) == learning // 10
 
 
@@ -712,7 +805,7 @@ def learned_q(module, env_id, observations, args, **flags):
         module.Args(**vars(args) | flags), module.Run(env_id=env_id, eval_episodes=0)
     )
     alg = module.Algorithm(module.Args(), observations[0], TWO)
-    return training, np.asarray(jax.jit(alg.q)(training.agent.params, observations))
+    return training, np.asarray(jax.jit(alg.q_values)(training.agent.params, observations))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from conftest import slow
 
 import buffers
 import dqn_jax
+import images
 import per_dqn_jax
 import ppo_jax
 
@@ -67,16 +68,17 @@ def test_acting_and_learning_see_what_atari_stacks(script):
     alg = script.Algorithm(args, zeros, gym.spaces.Discrete(4))
     state = jax.jit(alg.init)(KEY)
     add = jax.jit(lambda replay, rollout: alg.replay.add_batch(replay, rollout))
-    single, stacked = atari(1), atari(4)
-    seen = script.see(alg, single.reset(seed=3)[0])
-    env_state, expected = (
-        script.EnvState(seen, np.zeros(2, bool)),
-        [np.copy(stacked.reset(seed=3)[0])],
-    )
+    single, stacked = images.FrameStack(atari(1), 4), atari(4)
+    assert single.single_observation_space.contains(zeros)
+    assert single.observation_space.shape == (2, 4, 1, 84, 84)
+    observation, _ = single.reset(seed=3)
+    is_step, policy = np.ones(2, bool), alg.policy(state)
+    expected = [np.copy(stacked.reset(seed=3)[0])]
     replay, episodes, rng = state.replay, 0, np.random.default_rng(0)
-    for _ in range(300 // alg.shape[0]):
-        noise = rng.integers(4, size=alg.shape)
-        env_state, rollout = script.collect(alg, single, env_state, alg.view(state), noise)
+    for _ in range(300 // alg.rollout_shape[0]):
+        noise = rng.integers(4, size=alg.rollout_shape)
+        rollout, is_step = script.collect_rollout(alg, single, observation, is_step, policy, noise)
+        observation = rollout.next_observation
         expected += [np.copy(stacked.step(action)[0]) for action in rollout.action]
         observations = np.stack(expected[-1 - len(rollout.action) : -1])
         np.testing.assert_array_equal(rollout.observation[:, :, :, 0], observations)
@@ -98,21 +100,27 @@ def test_acting_and_learning_see_what_atari_stacks(script):
 
 def test_the_network_sees_the_channels_that_atari_stacks():
     stacks = np.random.default_rng(0).integers(255, size=(3, 4, 84, 84)).astype(np.uint8)
-    expected = dqn_jax.prepare(jnp.asarray(stacks))
-    np.testing.assert_array_equal(dqn_jax.prepare(jnp.asarray(stacks[:, :, None])), expected)
-    last = jnp.asarray(stacks[..., None])
-    np.testing.assert_array_equal(dqn_jax.prepare(last), expected)
+    expected = images.channels_last(jnp.asarray(stacks))
+    assert expected.shape == (3, 84, 84, 4)
+    network = dqn_jax.QNetwork(2)
+    params = jax.jit(network.init)(KEY, stacks)
+    apply = jax.jit(network.apply)
+    for other in (stacks[:, :, None], stacks[..., None]):
+        np.testing.assert_array_equal(images.channels_last(jnp.asarray(other)), expected)
+        np.testing.assert_array_equal(apply(params, other), apply(params, stacks))
 
 
 @pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax, ppo_jax])
 def test_functional_environments_stack_in_the_compiled_program(script):
     run = script.Run(env_id="phys2d/CartPole-v1", log_interval=128)
     args = script.Args(num_envs=4, frame_stack=3)
-    alg, envs, training = script.set_up(args, run, None)
-    first = jax.tree.map(lambda x: x[0], training)
-    noise = alg.explore(KEY, {k: x[0] for k, x in alg.schedule(np.zeros(1)).items()})
+    alg, loop = script.set_up(args, run)
+    first = jax.tree.map(lambda x: x[0], loop.start())
+    schedule = {name: x[0] for name, x in alg.schedule(np.zeros(1)).items()}
+    noise = alg.draw_noise(KEY, schedule)
     noise = jnp.concatenate([noise] * (60 // len(noise) + 1))[:60]
-    _, rollout = jax.jit(envs.collect)(first.envs, alg.view(first.agent), noise, KEY)
+    collect = jax.jit(loop.envs.collect)
+    _, rollout = collect(first.envs, alg.policy(first.agent), noise, KEY)
     frames, is_step = np.asarray(rollout.observation[:, :, -1]), np.asarray(rollout.is_step)
     assert not is_step.all()
     expected = np.zeros((4, 3, 4), np.float32)

@@ -29,27 +29,64 @@ def _in_empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("double_q", [False, True])
 def test_loss_by_hand(double_q):
-    """Each row counts by its weight; one that only resets has no weight and gets priority 0."""
-    alg = linear(per_dqn_jax, Args(gamma=0.5, double_q=double_q, priority_epsilon=0.125))
+    """Each row counts by its weight; one that only resets counts for nothing."""
+    alg = linear(per_dqn_jax, Args(gamma=0.5, double_q=double_q))
     params, target_params = jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0])
-    seen = []
-
-    def weigh(valid):
-        seen.append(valid)
-        return jnp.array([0.5, 1.0, 0.25, 1e6])
-
+    batch, weights = alg.fold(windows_by_hand()), jnp.array([0.5, 1.0, 0.25, 1e6])
+    np.testing.assert_array_equal(batch.is_valid, [True, True, True, False])
     grad_fn = jax.value_and_grad(alg.loss, has_aux=True)
-    (loss, (metrics, priorities)), grad = grad_fn(params, target_params, windows_by_hand(), weigh)
+    (loss, (metrics, td_error)), grad = grad_fn(params, target_params, batch, weights)
     bootstrap = 4.0 if double_q else 10.0  # action 1 is best online, action 0 in the target
     errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
-    np.testing.assert_array_equal(seen[0], [True, True, True, False])
-    np.testing.assert_array_equal(priorities, [*(np.abs(errors) + 0.125), 0])
+    np.testing.assert_array_equal(td_error[:3], errors)
     assert loss == pytest.approx(np.mean([0.5, 1.0, 0.25] * errors**2))
     assert metrics["losses/td_loss"] == loss
     assert metrics["losses/q_values"] == pytest.approx((1 + 2 + 1) / 3)
-    assert metrics["losses/importance_weight_min"] == 0.25
     wanted = [-2 * (0.5 * errors[0] + 0.25 * errors[2]) / 3, -2 * errors[1] / 3]
     np.testing.assert_allclose(grad, wanted)
+
+
+@pytest.mark.parametrize("double_q", [False, True])
+def test_weights_and_priorities_of_a_gradient_step_by_hand(double_q, monkeypatch):
+    """One that only resets has no weight, and gets priority 0."""
+    args = Args(gamma=0.5, double_q=double_q, priority_epsilon=0.125, batch_size=4)
+    alg = linear(per_dqn_jax, args)
+    seen, priorities = [], []
+
+    def importance_weights(probabilities, size, beta):
+        seen.append((probabilities, size, beta))
+        return jnp.array([0.5, 1.0, 0.25, 0.0])
+
+    def sample(state, key, batch_size):
+        assert batch_size == 4
+        drawn = alg_sample(state, key, batch_size)
+        probabilities = jnp.array([0.125, 0.25, 0.5, 0.75])
+        return drawn._replace(experience=windows_by_hand(), probabilities=probabilities)
+
+    def set_priorities(state, indices, values):
+        priorities.append(values)
+        return alg_set_priorities(state, indices, values)
+
+    monkeypatch.setattr(per_dqn_jax.buffers, "importance_weights", importance_weights)
+    alg_sample, alg_set_priorities = alg.replay.sample, alg.replay.set_priorities
+    alg.replay = alg.replay._replace(sample=sample, set_priorities=set_priorities)
+    state = state_of(alg, [1.0, 2.0], [10.0, 4.0])
+    rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(1, bool))
+    steps = Step(*rollout)._replace(next_observation=None)
+    state = state._replace(replay=alg.replay.add_batch(state.replay, steps))
+    new, metrics = alg.gradient_step(state, {"beta": 0.7}, jax.random.PRNGKey(0))
+    ((probabilities, size, beta),) = seen
+    np.testing.assert_array_equal(probabilities, [0.125, 0.25, 0.5, 0])
+    assert size == alg.replay.size(new.replay) == 10
+    assert beta == 0.7
+    bootstrap = 4.0 if double_q else 10.0
+    errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
+    np.testing.assert_array_equal(priorities[0], [*(np.abs(errors) + 0.125), 0])
+    assert metrics["losses/importance_weight_min"] == 0.25
+    assert metrics["losses/td_loss"] == pytest.approx(np.mean([0.5, 1.0, 0.25] * errors**2))
+    assert metrics["losses/priority_max"] == np.abs(errors).max() + 0.125
+    gradient = [-2 * (0.5 * errors[0] + 0.25 * errors[2]) / 3, -2 * errors[1] / 3]
+    np.testing.assert_allclose(new.params, np.array([1.0, 2.0]) - 0.1 * np.array(gradient))
 
 
 def test_schedule_of_beta():
@@ -78,11 +115,11 @@ def test_train_step_against_a_plain_loop():
     for i in range(4):
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
         rollout = Step(*rollout)
-        now = {"gradient_steps": 3 if i else 0, "beta": beta}
+        schedule = {"gradient_steps": 3 if i else 0, "beta": beta}
         key = jax.random.fold_in(jax.random.PRNGKey(3), i)
         stored = rollout._replace(next_observation=None)
         replay = alg.replay.add_batch(jax.tree.map(jnp.copy, state.replay), stored)
-        state, metrics = step(state, rollout, now, key)
+        state, metrics = step(state, rollout, schedule, key)
         plain.add(rollout)
         rows = len(plain.rows)
         held = range(3 * max(rows - 10, 0), 3 * (rows - 2))  # windows of 3 rows, complete
@@ -132,8 +169,8 @@ def test_a_batch_of_steps_that_only_reset_changes_nothing():
     rollout, _ = random_rollout(np.random.default_rng(0), 4, np.zeros(2, bool))
     rollout = Step(*rollout)._replace(is_step=np.zeros((4, 2), bool))
     state = state_of(alg, np.array([1.0, 2.0], np.float32), np.array([3.0, 4.0], np.float32))
-    now = {"gradient_steps": 1, "beta": 0.5}
-    new, metrics = jax.jit(alg.train_step)(state, rollout, now, jax.random.PRNGKey(0))
+    schedule = {"gradient_steps": 1, "beta": 0.5}
+    new, metrics = jax.jit(alg.train_step)(state, rollout, schedule, jax.random.PRNGKey(0))
     np.testing.assert_array_equal(new.params, [1, 2])
     assert metrics["losses/td_loss"] == metrics["losses/q_values"] == 0
     np.testing.assert_array_equal(new.replay.tree, 0)
