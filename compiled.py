@@ -67,8 +67,8 @@ class FunctionalEnvs:
         """Starts an episode in each of them."""
         keys = jax.random.split(key, num_envs)
         inner = self.initial(keys)
-        shape = self.alg.example.observation.shape
-        no_stack = jnp.zeros((num_envs, *shape), self.dtype)
+        axes = self.alg.example.observation.shape
+        no_stack = jnp.zeros((num_envs, *axes), self.dtype)
         resetting = jnp.zeros(num_envs, bool)
         observation = self.observe(no_stack, resetting, inner, keys)
         return EnvState(observation, resetting, inner, length=jnp.zeros(num_envs, jnp.int32))
@@ -78,6 +78,7 @@ class FunctionalEnvs:
         noise, keys, starts = inputs
         is_step = ~state.resetting
         action = self.alg.act(policy, state.observation, noise)
+        action = action.astype(self.alg.example.action.dtype)
         env_action = self.alg.to_env_action(action)
         after = self.transition(state.inner, env_action, keys)
         reward = self.reward(state.inner, env_action, after, keys)
@@ -87,7 +88,7 @@ class FunctionalEnvs:
         is_late = length >= self.time_limit
         step = self.alg.example._replace(
             observation=state.observation,
-            action=action.astype(self.alg.example.action.dtype),
+            action=action,
             reward=reward.astype(jnp.float32),
             terminated=terminated,
             truncated=is_late & ~terminated,

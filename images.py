@@ -25,7 +25,7 @@ def channels_last(x: Array) -> Array:
     return x
 
 
-def convolve(x: Array, channels: int, size: int, stride: int) -> Array:
+def convolve(x: Array, channels: int, kernel_size: int, stride: int) -> Array:
     """nn.Conv of images [B, H, W, C], as a product of matrices.
 
     In a loop on a CPU the gradient of XLA's convolution takes 13 times as long (JAX 0.12).
@@ -39,7 +39,7 @@ def convolve(x: Array, channels: int, size: int, stride: int) -> Array:
     x = x.swapaxes(2, 3)
     x = x.reshape(batch, height, width, -1)
     # A kernel is a few of these blocks high and wide: each of its parts sees a shifted image.
-    blocks = size // stride
+    blocks = kernel_size // stride
     rows = height - blocks + 1
     columns = width - blocks + 1
     parts = []
@@ -58,11 +58,11 @@ def nature_cnn(x: Array) -> Array:
     """
     x = x.astype(jnp.float32) / 255
     x = channels_last(x)
-    x = convolve(x, channels=32, size=8, stride=4)
+    x = convolve(x, channels=32, kernel_size=8, stride=4)
     x = nn.relu(x)
-    x = convolve(x, channels=64, size=4, stride=2)
+    x = convolve(x, channels=64, kernel_size=4, stride=2)
     x = nn.relu(x)
-    x = convolve(x, channels=64, size=3, stride=1)
+    x = convolve(x, channels=64, kernel_size=3, stride=1)
     x = nn.relu(x)
     x = x.reshape(len(x), -1)
     x = nn.Dense(512)(x)

@@ -149,7 +149,7 @@ class DQN:
         require(is_discrete, f"DQN takes Discrete actions, not {action_space}")
         self.args = args
         self.num_actions = int(action_space.n)
-        self.first_action = action_space.start
+        self.first_action = int(action_space.start)
         # The fewest steps that are whole gradient steps and whole steps of all environments.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
@@ -171,10 +171,10 @@ class DQN:
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
         if self.is_offline:
             rows = len(self.open_vault(args.offline, create=False))
-        size = rows * args.num_envs
-        self.experience_size = size if args.save_experience else 0
+        capacity = rows * args.num_envs
+        self.experience_size = capacity if args.save_experience else 0
         streams: Any = {"num_envs": args.num_envs, "sequence_length": window}
-        self.replay = buffers.prioritised_replay(size, args.priority_exponent, **streams)
+        self.replay = buffers.prioritised_replay(capacity, args.priority_exponent, **streams)
 
     def open_vault(self, folder: Path | str, create: bool = True) -> Any:
         """The experience that is kept on disk there."""
@@ -281,8 +281,8 @@ class DQN:
         batch = self.fold(sample.experience)
         gradient_of_loss = jax.grad(self.loss, has_aux=True)
         probabilities = jnp.where(batch.is_valid, sample.probabilities, 0)
-        size = self.replay.size(state.replay)
-        weights = buffers.importance_weights(probabilities, size, schedule["beta"])
+        num_items = self.replay.size(state.replay)
+        weights = buffers.importance_weights(probabilities, num_items, schedule["beta"])
         gradient, (metrics, td_error) = gradient_of_loss(
             state.params, state.target_params, batch, weights
         )
@@ -422,16 +422,16 @@ def is_native(run: Run, num_envs: int, kwargs: dict) -> bool:
     From 4 environments on it is faster. It is also taken if there are no single ones, or if they
     observe something else, so that the environment is the same at every num_envs.
     """
-    native: Any = None
     single: Any = None
+    native: Any = None
     with suppress(Exception):  # there is none, or it takes other arguments
-        native = gym.make_vec(run.env_id, vectorization_mode="vector_entry_point", **kwargs)
-    with suppress(Exception):
         single = gym.make(run.env_id, **kwargs)
+    if single is not None and hasattr(single.unwrapped, "func_env"):
+        return False  # its native version stops all of them while one resets
+    with suppress(Exception):
+        native = gym.make_vec(run.env_id, vectorization_mode="vector_entry_point", **kwargs)
     if single is None:
         return native is not None
-    if hasattr(single.unwrapped, "func_env"):  # the native version stops all while one resets
-        return False
     if native is not None:
         return num_envs >= 4 or native.single_observation_space != single.observation_space
     if single.spec.vector_entry_point and kwargs:
@@ -473,10 +473,10 @@ def environment_seed(run: Run, *step: int) -> int:
 
 def collect_rollout(
     alg: Algorithm, envs: VectorEnv, observation: np.ndarray, is_step: Any, policy: Any, noise: Any
-) -> tuple[Step, np.ndarray]:
+) -> tuple:
     """Steps the environments with noise [S, N, ...]: Steps [S, N, ...]; the next is_step [N]."""
-    shape = noise.shape[:2]
-    rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example)
+    steps_and_envs = noise.shape[:2]
+    rollout = jax.tree.map(lambda x: np.empty(steps_and_envs + x.shape, x.dtype), alg.example)
     for t in range(len(noise)):
         action = np.asarray(alg.act(policy, observation, noise[t]))
         rollout.observation[t] = observation  # before the step, which may write over it
@@ -541,7 +541,7 @@ class OrdinaryLoop:
                 yield int(step), schedule, noises[i]
 
     def intervals(self, training: Training, steps: range) -> Iterator:
-        """Yields step, Training, metrics of each log interval; no metrics before an error."""
+        """Trains: yields step, Training, metrics after each log interval, None if one failed."""
         alg = self.alg
         failure = None
         agent = alg.restart(training.agent)
@@ -599,7 +599,7 @@ def set_up(args: Args, run: Run) -> tuple:
     """The algorithm and the loop that trains it; checks the flags."""
     check_flags(args, run)
     with tempfile.TemporaryDirectory() as folder:
-        envs: Any = make_envs(args, run, 1, folder if run.capture_video else "")
+        envs: Any = make_envs(args, run, 1, f"{folder}/videos" if run.capture_video else "")
         envs.close()
     space = envs.single_observation_space
     dtype = np.uint8 if space.dtype == np.uint8 else np.float32
@@ -689,7 +689,7 @@ def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list[EventF
     return writers
 
 
-def write_metrics(writers: list[EventFileWriter], step: int, metrics: dict) -> None:
+def write_metrics(writers: list, step: int, metrics: dict) -> None:
     """Writes {tag: one value, or one for each agent}, but not NaN."""
     for i, writer in enumerate(writers):
         points = []
@@ -758,16 +758,16 @@ def open_checkpoints(run: Run, folder: Path, training: Training) -> tuple:
     return checkpoints, step, checkpoints.restore(step, args=ocp.args.StandardRestore(training))
 
 
-def save(checkpoints: Any, writers: list[EventFileWriter], step: int, training: Training) -> None:
+def save(checkpoints: Any, writers: list, step: int, training: Training) -> None:
     """Saves the state of training and what was logged until then."""
     for writer in writers:
         writer.flush()  # raises the error of a full disk
     if step == checkpoints.latest_step():
         return
     folder = checkpoints.directory.parent
-    size = sum(x.nbytes for x in jax.tree.leaves(training))
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(training))
     # In one line, where orbax would fail in many.
-    has_room = shutil.disk_usage(folder).free > 2 * size
+    has_room = shutil.disk_usage(folder).free > 2 * num_bytes
     require(has_room, f"no space left, --resume {folder}")
     checkpoints.save(step, args=ocp.args.StandardSave(training))
 
@@ -789,7 +789,7 @@ def train(args: Args, run: Run, stop: Callable[[], bool] = lambda: False) -> tup
     # A run that is complete is only evaluated.
     intervals = loop.intervals(training, steps) if steps else [(begun, training, {})]
     bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
-    ended: deque[np.ndarray] = deque(maxlen=1_000)
+    ended: deque = deque(maxlen=1_000)
     scores = np.nan
     start_time = time.time()
     for step, training, metrics in intervals:

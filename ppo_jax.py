@@ -96,8 +96,8 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Array]:
-        def dense(x: Array, size: int, scale: float) -> Array:
-            return nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))(x)
+        def dense(x: Array, features: int, scale: float) -> Array:
+            return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))(x)
 
         def mlp(x: Array) -> Array:
             x = nn.tanh(dense(x, 64, 2**0.5))
@@ -112,7 +112,8 @@ class ActorCritic(nn.Module):
         output = dense(actor, self.num_actions, 0.01)
         value = dense(critic, 1, 1.0)
         if self.gaussian:
-            log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,))
+            zeros = nn.initializers.zeros
+            log_std = self.param("log_std", zeros, (self.num_actions,), jnp.float32)
             log_std = jnp.broadcast_to(log_std, output.shape)
             output = jnp.concatenate([output, log_std], axis=-1)
         return output, value[:, 0]
@@ -275,10 +276,10 @@ class PPO:
         observation = self.example.observation
         params, _ = ravel_pytree(self.network.init(key, observation[None]))
 
-        def moments(choice: Choice, auto: bool, shape: tuple) -> Moments | None:
+        def moments(choice: Choice, auto: bool, axes: tuple) -> Moments | None:
             if choice == "no" or (choice == "auto" and not auto):
                 return None
-            zeros = jnp.zeros(shape, jnp.float32)
+            zeros = jnp.zeros(axes, jnp.float32)
             return Moments(mean=zeros, variance=zeros + 1, rows=jnp.float32(0))
 
         is_float = self.is_box and observation.dtype != np.uint8
@@ -327,7 +328,7 @@ class PPO:
         """The environment's actions for those of `act`, which the loss needs as they were drawn."""
         if self.is_box:
             return action.clip(self.action_space.low, self.action_space.high)
-        return action + self.action_space.start
+        return action + int(self.action_space.start)
 
     def normalize_rewards(self, state: State, rollout: Step) -> tuple[State, Step]:
         """Divides rewards by the standard deviation of the discounted return up to now."""
@@ -351,7 +352,7 @@ class PPO:
         log_prob, entropy = log_prob_and_entropy(output, batch.action)
         advantage = batch.advantage
         if args.norm_adv:
-            rows = jnp.maximum(mask.sum(), 2)
+            rows = jnp.maximum(mask.sum(dtype=jnp.float32), 2)
             unbiased_variance = masked_variance(advantage, mask) / (1 - 1 / rows)
             deviation = advantage - masked_mean(advantage, mask)
             advantage = deviation / (unbiased_variance**0.5 + 1e-8)
@@ -548,16 +549,16 @@ def is_native(run: Run, num_envs: int, kwargs: dict) -> bool:
     From 4 environments on it is faster. It is also taken if there are no single ones, or if they
     observe something else, so that the environment is the same at every num_envs.
     """
-    native: Any = None
     single: Any = None
+    native: Any = None
     with suppress(Exception):  # there is none, or it takes other arguments
-        native = gym.make_vec(run.env_id, vectorization_mode="vector_entry_point", **kwargs)
-    with suppress(Exception):
         single = gym.make(run.env_id, **kwargs)
+    if single is not None and hasattr(single.unwrapped, "func_env"):
+        return False  # its native version stops all of them while one resets
+    with suppress(Exception):
+        native = gym.make_vec(run.env_id, vectorization_mode="vector_entry_point", **kwargs)
     if single is None:
         return native is not None
-    if hasattr(single.unwrapped, "func_env"):  # the native version stops all while one resets
-        return False
     if native is not None:
         return num_envs >= 4 or native.single_observation_space != single.observation_space
     if single.spec.vector_entry_point and kwargs:
@@ -599,10 +600,10 @@ def environment_seed(run: Run, *step: int) -> int:
 
 def collect_rollout(
     alg: Algorithm, envs: VectorEnv, observation: np.ndarray, is_step: Any, policy: Any, noise: Any
-) -> tuple[Step, np.ndarray]:
+) -> tuple:
     """Steps the environments with noise [S, N, ...]: Steps [S, N, ...]; the next is_step [N]."""
-    shape = noise.shape[:2]
-    rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example)
+    steps_and_envs = noise.shape[:2]
+    rollout = jax.tree.map(lambda x: np.empty(steps_and_envs + x.shape, x.dtype), alg.example)
     for t in range(len(noise)):
         action = np.asarray(alg.act(policy, observation, noise[t]))
         rollout.observation[t] = observation  # before the step, which may write over it
@@ -667,7 +668,7 @@ class OrdinaryLoop:
                 yield int(step), schedule, noises[i]
 
     def intervals(self, training: Training, steps: range) -> Iterator:
-        """Yields step, Training, metrics of each log interval; no metrics before an error."""
+        """Trains: yields step, Training, metrics after each log interval, None if one failed."""
         alg = self.alg
         failure = None
         agent = alg.restart(training.agent)
@@ -725,7 +726,7 @@ def set_up(args: Args, run: Run) -> tuple:
     """The algorithm and the loop that trains it; checks the flags."""
     check_flags(args, run)
     with tempfile.TemporaryDirectory() as folder:
-        envs: Any = make_envs(args, run, 1, folder if run.capture_video else "")
+        envs: Any = make_envs(args, run, 1, f"{folder}/videos" if run.capture_video else "")
         envs.close()
     space = envs.single_observation_space
     dtype = np.uint8 if space.dtype == np.uint8 else np.float32
@@ -815,7 +816,7 @@ def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list[EventF
     return writers
 
 
-def write_metrics(writers: list[EventFileWriter], step: int, metrics: dict) -> None:
+def write_metrics(writers: list, step: int, metrics: dict) -> None:
     """Writes {tag: one value, or one for each agent}, but not NaN."""
     for i, writer in enumerate(writers):
         points = []
@@ -884,16 +885,16 @@ def open_checkpoints(run: Run, folder: Path, training: Training) -> tuple:
     return checkpoints, step, checkpoints.restore(step, args=ocp.args.StandardRestore(training))
 
 
-def save(checkpoints: Any, writers: list[EventFileWriter], step: int, training: Training) -> None:
+def save(checkpoints: Any, writers: list, step: int, training: Training) -> None:
     """Saves the state of training and what was logged until then."""
     for writer in writers:
         writer.flush()  # raises the error of a full disk
     if step == checkpoints.latest_step():
         return
     folder = checkpoints.directory.parent
-    size = sum(x.nbytes for x in jax.tree.leaves(training))
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(training))
     # In one line, where orbax would fail in many.
-    has_room = shutil.disk_usage(folder).free > 2 * size
+    has_room = shutil.disk_usage(folder).free > 2 * num_bytes
     require(has_room, f"no space left, --resume {folder}")
     checkpoints.save(step, args=ocp.args.StandardSave(training))
 
@@ -915,7 +916,7 @@ def train(args: Args, run: Run, stop: Callable[[], bool] = lambda: False) -> tup
     # A run that is complete is only evaluated.
     intervals = loop.intervals(training, steps) if steps else [(begun, training, {})]
     bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
-    ended: deque[np.ndarray] = deque(maxlen=1_000)
+    ended: deque = deque(maxlen=1_000)
     scores = np.nan
     start_time = time.time()
     for step, training, metrics in intervals:
