@@ -81,17 +81,47 @@ def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path, monkeypa
     assert saved["args"]["total_timesteps"] == 300
 
 
-def test_no_window_goes_on_past_the_cut(tmp_path, monkeypatch):
-    """The environments start anew: the last rows before it start no window of n_step + 1."""
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("ends", ["in no row", "in the last row", "in the row before"])
+def test_no_window_goes_on_past_the_cut(ends):
+    """The environments start anew: the last row before it only resets, which no window starts at.
+
+    The row before that one cuts its episode off, if it went on.
+    """
     args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, n_step=3)
     run = dqn_jax.Run(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
-    alg, _, training = dqn_jax.set_up(args, run, tmp_path)
+    alg, loop = dqn_jax.set_up(args, run)
+    training = loop.start()
     steps = jax.tree.map(lambda x: np.zeros((10, 1, *x.shape), x.dtype), alg.example)
-    steps = steps._replace(is_step=np.ones((10, 1), bool))
+    steps = steps._replace(
+        is_step=np.ones((10, 1), bool),
+        observation=np.arange(30, dtype=np.float32).reshape(10, 1, 3),
+    )
+    if ends == "in the last row":
+        steps.terminated[9] = True
+    if ends == "in the row before":
+        steps.terminated[8] = True
+        steps.is_step[9] = False
     state = training.agent._replace(replay=alg.replay.add_batch(training.agent.replay, steps))
-    is_step = np.asarray(alg.restart(state).replay.storage.is_step)[:12, 0]
-    np.testing.assert_array_equal(is_step, [True] * 7 + [False] * 5)
+    restarted = alg.restart(state)
+    storage = jax.tree.map(lambda x: np.asarray(x)[:12, 0], restarted.replay.storage)
+    np.testing.assert_array_equal(storage.is_step, [True] * 9 + [False] * 3)
+    is_cut = ends != "in the row before"
+    np.testing.assert_array_equal(storage.truncated, [False] * 8 + [is_cut] + [False] * 3)
+    np.testing.assert_array_equal(storage.terminated[:9], steps.terminated[:9, 0])
+    np.testing.assert_array_equal(storage.observation[:10], steps.observation[:, 0])
+    # All windows that start before the last row count, and none goes past the cut.
+    anew = steps._replace(observation=steps.observation + 1_000)
+    replay = alg.replay.add_batch(restarted.replay, anew)
+    batch = alg.fold(alg.replay.get(replay, np.arange(10)))
+    np.testing.assert_array_equal(batch.is_valid, [True] * 9 + [False])
+    assert batch.next_observation[:9].max() < 1_000
+    last = [steps.observation[min(row + 3, 9), 0] for row in range(9)]
+    np.testing.assert_array_equal(batch.next_observation[:9], last)
+    lengths = [min(3, 9 - row) for row in range(9)]
+    discount = [args.gamma**length for length in lengths]
+    if not is_cut:
+        discount[6:] = [0.0] * 3
+    np.testing.assert_allclose(batch.discount[:9], discount, rtol=1e-6)
 
 
 @pytest.fixture
@@ -120,12 +150,15 @@ def test_a_complete_run_is_evaluated_and_flags_are_those_of_the_folder(run_main)
     assert code == 0
     assert "mean return of the last episodes" in out
     before = read_events(folder)[0]
-    code, out, err = run_main("--resume", folder, "--eval-episodes", "3", "--seed", "7")
+    flags = json.loads(Path(folder, "args.json").read_text())
+    code, out, err = run_main("--resume", folder, "--eval-episodes", "3")
     assert code == 0, err
     assert "100 steps: return" in out
     saved = json.loads(Path(folder, "args.json").read_text())
+    assert saved == flags  # those that it was started with
     assert saved["args"]["gamma"] == 0.5
-    assert saved["run"]["seed"] == 7
+    assert saved["run"]["eval_episodes"] == 10
+    assert saved["run"]["seed"] == 1
     after = read_events(folder)[0]
     assert after["losses/td_loss"] == before["losses/td_loss"]
     assert [step for step, _ in after["eval/episodic_return"]][-1] == 100
@@ -133,6 +166,10 @@ def test_a_complete_run_is_evaluated_and_flags_are_those_of_the_folder(run_main)
     code, _, err = run_main("--resume", folder, "--buffer-size", "200")
     assert code == 2
     assert err.strip() == "error: resume: only total_timesteps may change"
+    code, _, err = run_main("--resume", folder, "--seed", "7")
+    assert code == 2
+    assert err.strip() == "error: resume: seed must stay 1"
+    assert json.loads(Path(folder, "args.json").read_text()) == flags
 
 
 def start(folder, *flags):

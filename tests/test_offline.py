@@ -17,7 +17,7 @@ COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=
 def vault_of(module, args, folder):
     """The experience of a run in Counter-v0."""
     alg = module.Algorithm(args, np.zeros(3, np.float32), dqn_jax.gym.spaces.Discrete(3))
-    return alg.vault(folder / "experience")
+    return alg.open_vault(folder / "experience")
 
 
 @pytest.mark.parametrize("module", SCRIPTS)
@@ -51,6 +51,7 @@ def test_a_resumed_run_keeps_what_it_learns_from(tmp_path, monkeypatch):
     args = dqn_jax.Args(total_timesteps=200, **flags)
     _, _, folder = dqn_jax.train(args, dqn_jax.Run(**run))
     (folder / "checkpoints" / "200").rename(tmp_path / "lost")  # as if it had been killed at 180
+    before = jax.tree.map(np.copy, vault_of(dqn_jax, args, folder).read(0, 50))
     longer = dqn_jax.Args(total_timesteps=300, **flags)
     training, _, _ = dqn_jax.train(longer, dqn_jax.Run(**run | dict(resume=str(folder))))
     vault = vault_of(dqn_jax, args, folder)
@@ -59,7 +60,15 @@ def test_a_resumed_run_keeps_what_it_learns_from(tmp_path, monkeypatch):
     for name in steps._fields[:-1]:
         held = np.asarray(getattr(training.agent.replay.storage, name))[:150]
         np.testing.assert_array_equal(getattr(steps, name), held)
-    assert not steps.is_step[47:50].any()  # so no window goes on past the cut
+    # The last row before the cut only resets, and the one before it cuts its episode off: so no
+    # window goes on past the cut, and no other row is lost.
+    goes_on = before.is_step[48] & ~before.terminated[48]
+    before.truncated[48] = goes_on
+    before.is_step[49] = False
+    for name in steps._fields[:-1]:
+        np.testing.assert_array_equal(getattr(steps, name)[:50], getattr(before, name))
+    np.testing.assert_array_equal(steps.observation[50, :, :2], 0)  # the first episode's start
+    assert steps.is_step[50].all()
 
 
 def test_of_a_compiled_agent(tmp_path, monkeypatch):
@@ -69,7 +78,7 @@ def test_of_a_compiled_agent(tmp_path, monkeypatch):
     args = dqn_jax.Args(total_timesteps=400, save_experience=True, **flags)
     training, _, folder = dqn_jax.train(args, dqn_jax.Run(**run))
     alg = dqn_jax.Algorithm(args, np.zeros(4, np.float32), TWO)
-    vault, storage = alg.vault(folder / "experience"), training.agent.replay.storage
+    vault, storage = alg.open_vault(folder / "experience"), training.agent.replay.storage
     assert len(vault) == 200
     np.testing.assert_array_equal(vault.read(100, 200).observation, storage.observation[0])
     with pytest.raises(dqn_jax.UsageError, match="only that of one agent"):
@@ -87,9 +96,9 @@ def test_offline_learns_the_values_of_what_is_there(module, tmp_path, monkeypatc
     run = module.Run(env_id=env_id, eval_episodes=2, exp_name="offline")
     training, returns, _ = module.train(args, run)
     alg = module.Algorithm(args, observations[0], TWO)
-    q = np.asarray(jax.jit(alg.q)(training.agent.params, observations))
+    q = np.asarray(jax.jit(alg.q_values)(training.agent.params, observations))
     np.testing.assert_allclose(q, [[0.5, 0.5], [1.0, 1.0]], atol=0.02)
-    rows = len(alg.vault(args.offline))
+    rows = len(alg.open_vault(args.offline))
     assert training.agent.replay.size == rows
     assert returns == [1.0]  # no episode ended: that of the evaluation
 
@@ -101,7 +110,7 @@ def test_what_is_not_there_is_an_error(tmp_path):
     assert not (tmp_path / "none").exists()
     other = dqn_jax.Args(num_envs=3)
     alg = dqn_jax.Algorithm(other, np.zeros(4, np.float32), TWO)
-    alg.vault(tmp_path)
+    alg.open_vault(tmp_path)
     args = dqn_jax.Args(num_envs=2, offline=str(tmp_path))
     with pytest.raises(ValueError, match=re.escape("holds {'observation': 'float32[3, 4]'")):
         dqn_jax.Algorithm(args, np.zeros(4, np.float32), TWO)
