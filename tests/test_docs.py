@@ -157,13 +157,13 @@ def test_environments_of_your_own_are_learned(name, env, envs, tmp_path, monkeyp
         train_frequency=4,
     )
     run = dqn_jax.Run(env_id=f"{name}:{env}", log_interval=1_000, eval_episodes=0)
-    training, _, folder = dqn_jax.train(args, run)
+    training, _, _ = dqn_jax.train(args, run)
     assert (training.envs is not None) == (envs == "compiled")
-    view = training.agent.params
+    alg, _ = dqn_jax.set_up(args, run)
+    policy = alg.policy(training.agent)
     if envs:
-        view = view[0]
-    alg = dqn_jax.set_up(args, run, folder)[0]
-    returns = dqn_jax.evaluate(alg, run, view, 2, 0)
+        policy = policy[0]
+    returns = dqn_jax.evaluate(alg, run, policy, 2)
     assert returns == pytest.approx([-0.9, -0.9])  # nine steps, the shortest way
 
 

@@ -35,23 +35,11 @@ def text(name):
     return (ROOT / f"{name}.py").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("dqn_jax", 620), ("per_dqn_jax", 640), ("ppo_jax", 760)]
-)
-def test_a_script_is_read_in_one_sitting(name, most):
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_mark_stands_once_in_a_script(name):
     lines = text(name).splitlines()
-    assert len(lines) <= most
     assert max(map(len, lines)) <= 100
     assert lines.count(MARK) == 1
-    assert len(lines) - lines.index(MARK) <= 365
-
-
-def test_the_vault_is_short():
-    assert len(text("vault").splitlines()) <= 150
-
-
-def test_the_algorithm_stands_in_the_first_260_lines():
-    assert text("dqn_jax").splitlines().index(MARK) <= 260
 
 
 def test_below_the_mark_the_scripts_are_the_same_text():
@@ -62,10 +50,10 @@ def test_below_the_mark_the_scripts_are_the_same_text():
 def test_per_dqn_differs_from_dqn_in_few_lines():
     lines = [text(name).splitlines() for name in ("dqn_jax", "per_dqn_jax")]
     changed = [x for x in difflib.ndiff(*lines) if x[0] in "+-"]
-    assert 0 < len(changed) <= 60
+    assert 0 < len(changed) <= 54
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, "compiled", "images"])
 def test_functions_are_short_and_have_docstrings(name):
     for node in ast.walk(ast.parse(text(name))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -78,7 +66,7 @@ def test_functions_are_short_and_have_docstrings(name):
             assert node.end_lineno - node.lineno < 100, node.name
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, "compiled", "images"])
 def test_what_went_is_gone(name):
     for word in ("psum", "shard_map", "tensorboardX", "=== shared", "SAME_STEP"):
         assert word not in text(name), word
@@ -200,12 +188,12 @@ def test_the_figure_at_the_end_is_of_the_last_points_with_100_episodes(
     monkeypatch.chdir(tmp_path)
     points = [(50, 5000.0), (0, 0.0), (70, 70.0), (0, 0.0), (20, 40.0), (15, 15.0)]
 
-    def give(alg, run, envs, training, steps):
+    def give(loop, training, steps):
         for step, (number, total) in zip(steps, points, strict=True):
             ended = np.array([number, total, number], np.float32)
             yield step + steps.step, training._replace(ended=ended), {}
 
-    monkeypatch.setattr(module, "train_on_host", give)
+    monkeypatch.setattr(module.OrdinaryLoop, "intervals", give)
     size = 512 if module is ppo_jax else 10
     flags = {} if module is ppo_jax else dict(learning_starts=1, batch_size=1)
     args = module.Args(total_timesteps=len(points) * size, **flags)
@@ -238,7 +226,7 @@ def test_atari_is_the_same_environment_at_every_number():
     pytest.importorskip("ale_py")
     kwargs = json.dumps({"max_num_frames_per_episode": 200, "reward_clipping": False})
     run = dqn_jax.Run(env_id="ale_py:ALE/Pong-v5", env_kwargs=kwargs)
-    one, many = dqn_jax.make_envs(run, 1), dqn_jax.make_envs(run, 8)
+    one, many = [dqn_jax.make_envs(dqn_jax.Args(), run, n) for n in (1, 8)]
     assert one.single_observation_space == many.single_observation_space
     for envs in (one, many):
         envs.reset(seed=3)
