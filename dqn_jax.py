@@ -53,7 +53,7 @@ from jax.flatten_util import ravel_pytree
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
 import buffers
@@ -92,9 +92,10 @@ class QNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        if x.dtype == jnp.uint8 and x.ndim > 2 and sorted(x.shape[1:])[-2] >= 36:
+        if x.dtype == jnp.uint8 and x.ndim > 2:
             images = importlib.import_module("images")
-            return nn.Dense(self.num_actions)(images.nature_cnn(x))
+            if images.are_images(x):
+                return nn.Dense(self.num_actions)(images.nature_cnn(x))
         x = x.reshape(len(x), -1).astype(jnp.float32)
         x = nn.relu(nn.Dense(120)(x))
         x = nn.relu(nn.Dense(84)(x))
@@ -647,7 +648,7 @@ def open_folder(args: Args, run: Run) -> Path:
     return folder
 
 
-def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list[EventFileWriter]:
+def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list:
     """TensorBoard's event files, one for each agent."""
     if run.track:  # Weights & Biases follows the event files
         wandb = importlib.import_module("wandb")
@@ -660,7 +661,7 @@ def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list[EventF
     writers = []
     for i in range(run.num_seeds):
         path = folder / f"seed_{run.seed + i}" if i > 0 else folder
-        writer = EventFileWriter(str(path), flush_secs=1)
+        writer = event_file_writer.EventFileWriter(str(path), flush_secs=1)  # wandb replaces it
         event = partial(Event, wall_time=time.time(), step=begun + 1)
         writer.add_event(event(session_log=start))
         writer.add_event(event(summary=text_pb("hyperparameters", table)))

@@ -25,6 +25,14 @@ def channels_last(x: Array) -> Array:
     return x
 
 
+def are_images(x: Array) -> bool:
+    """Whether observations [B, ...] are images, or stacks of them, of 36 x 36 pixels or more."""
+    if x.dtype != jnp.uint8 or x.ndim not in (3, 4, 5):
+        return False
+    height_and_width = channels_last(x).shape[1:3]
+    return min(height_and_width) >= 36  # which three convolutions need
+
+
 def convolve(x: Array, channels: int, kernel_size: int, stride: int) -> Array:
     """nn.Conv of images [B, H, W, C], as a product of matrices.
 

@@ -54,7 +54,7 @@ from jax.flatten_util import ravel_pytree
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
 import buffers
@@ -103,7 +103,8 @@ class ActorCritic(nn.Module):
             x = nn.tanh(dense(x, 64, 2**0.5))
             return nn.tanh(dense(x, 64, 2**0.5))
 
-        if x.dtype == jnp.uint8 and x.ndim > 2 and sorted(x.shape[1:])[-2] >= 36:
+        may_be_images = x.dtype == jnp.uint8 and x.ndim > 2
+        if may_be_images and importlib.import_module("images").are_images(x):
             actor = critic = importlib.import_module("images").nature_cnn(x)
         else:
             x = x.reshape(len(x), -1).astype(jnp.float32)
@@ -235,8 +236,7 @@ def gae(rollout: Step, value: Array, next_value: Array, gamma: float, gae_lambda
     delta = jnp.where(rollout.is_step, delta, 0.0)
     done = rollout.terminated | rollout.truncated
     discount = gamma * gae_lambda * (rollout.is_step & ~done)
-    nothing = jnp.zeros_like(delta[0])
-    return discounted_sum(delta, discount, nothing, reverse=True)
+    return discounted_sum(delta, discount, jnp.zeros_like(delta[0]), reverse=True)
 
 
 class PPO:
@@ -795,7 +795,7 @@ def open_folder(args: Args, run: Run) -> Path:
     return folder
 
 
-def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list[EventFileWriter]:
+def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list:
     """TensorBoard's event files, one for each agent."""
     if run.track:  # Weights & Biases follows the event files
         wandb = importlib.import_module("wandb")
@@ -808,7 +808,7 @@ def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list[EventF
     writers = []
     for i in range(run.num_seeds):
         path = folder / f"seed_{run.seed + i}" if i > 0 else folder
-        writer = EventFileWriter(str(path), flush_secs=1)
+        writer = event_file_writer.EventFileWriter(str(path), flush_secs=1)  # wandb replaces it
         event = partial(Event, wall_time=time.time(), step=begun + 1)
         writer.add_event(event(session_log=start))
         writer.add_event(event(summary=text_pb("hyperparameters", table)))

@@ -544,3 +544,13 @@ def test_stacks_are_among_the_observations_of_their_space():
     assert envs.single_observation_space.shape == (3, 4)
     assert envs.observation_space.shape == observation.shape == (2, 3, 4)
     assert envs.observation_space.contains(observation)
+
+
+@pytest.mark.parametrize("network", [dqn_jax.QNetwork(2), ppo_jax.ActorCritic(2, gaussian=False)])
+@pytest.mark.parametrize(
+    "shape", [(64, 2, 64), (40, 3, 50), (4, 36, 40, 3, 1), (2, 4, 84, 84, 1), (35, 84, 3)]
+)
+def test_what_is_no_image_is_flattened_whatever_its_shape(network, shape):
+    x = jax.ShapeDtypeStruct((1, *shape), jnp.uint8)
+    params = jax.eval_shape(network.init, jax.random.PRNGKey(0), x)["params"]
+    assert params["Dense_0"]["kernel"].shape[0] == np.prod(shape)

@@ -114,7 +114,7 @@ def test_the_algorithm_is_whole_within_310_lines():
 
 @pytest.mark.parametrize("name", [x for x in LINES if x.endswith("_jax.py")])
 def test_the_sketch_of_the_loop_names_functions_that_are_there(name):
-    """8 to 12 lines at the top of a script. Behind # stand functions, and calls are of functions."""
+    """8 to 12 lines at the top of a script; what stands behind # and what is called is there."""
     _, tree = read(name)
     docstring = ast.get_docstring(tree)
     start = docstring.index("    for each log interval")
