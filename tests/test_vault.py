@@ -1,5 +1,6 @@
 """vault.py: row r of a run is row r of its vault, whatever happens to the process and the disk."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -196,35 +197,37 @@ def test_one_that_is_opened_for_reading_is_as_any_other(tmp_path):
     assert_holds(again, 0, 41)
 
 
-@pytest.fixture
-def other_user():
-    """A function from which on this process is another user than the root, if it was that."""
+@contextlib.contextmanager
+def as_another_user():
+    """What is done inside, the root does as nobody; anyone else as himself."""
     user = os.geteuid()
-    yield lambda: os.seteuid(user or 65534)
-    os.seteuid(user)
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 @pytest.mark.parametrize("create", [False, True])
-def test_one_that_may_only_be_read_is_read(create, other_user):
+def test_one_that_may_only_be_read_is_read(create):
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is in one that no other user enters
         path = Path(folder) / "experience"
         replay, state, vault = filled(path)
+        state = replay.add(state, jax.tree.map(lambda x: x[0], rows(40, 41)))
         del vault
         before = sorted(path.rglob("*"))
         for x in [*before, path]:
             x.chmod(0o555 if x.is_dir() else 0o444)
         Path(folder).chmod(0o755)
-        other_user()
-        vault = Vault(path, ITEM, num_envs=2, create=create)
-        assert len(vault) == 40
-        assert_holds(vault, 0, 40)
-        with pytest.raises(PermissionError):
-            vault.write(replay.add(state, jax.tree.map(lambda x: x[0], rows(40, 41))))
-        os.seteuid(os.getuid())
+        with as_another_user():
+            vault = Vault(path, ITEM, num_envs=2, create=create)
+            assert len(vault) == 40
+            assert_holds(vault, 0, 40)
+            with pytest.raises(PermissionError):
+                vault.write(state)
         for x in [path, *before]:
             x.chmod(0o755)
         assert sorted(path.rglob("*")) == before
-        assert_holds(vault, 0, 40)
 
 
 def filled(path, count=40):
