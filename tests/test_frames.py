@@ -1,7 +1,5 @@
 """Stacks of frames: as acting sees them, as the replay gives them back, as Atari makes them."""
 
-from typing import Any, NamedTuple
-
 import ale_py  # noqa: F401  (registers ALE/*)
 import gymnasium as gym
 import jax
@@ -19,38 +17,25 @@ import ppo_jax
 KEY = jax.random.PRNGKey(0)
 
 
-class Row(NamedTuple):
-    observation: Any
-    goes_on: Any
-    reward: Any
-
-
 @pytest.mark.parametrize(("count", "length"), [(2, 2), (3, 5), (4, 5)])
 def test_stack_frames_is_what_a_loop_over_each_window_gives(count, length):
     rng = np.random.default_rng(0)
-    windows = Row(
-        rng.integers(1, 255, (64, length, 2, 3), np.uint8),
-        rng.random((64, length)) < 0.7,
-        rng.random((64, length)).astype(np.float32),
-    )
-    arrays = jax.tree.map(jnp.asarray, windows)
-    got = jax.device_get(buffers.stack_frames(arrays, count, arrays.goes_on))
-    assert got.observation.shape == (64, length - count + 1, count, 2, 3)
-    assert got.observation.dtype == jnp.uint8
+    frames = rng.integers(1, 255, (64, length, 2, 3), np.uint8)
+    goes_on = rng.random((64, length)) < 0.7
+    got = jax.device_get(buffers.stack_frames(jnp.asarray(frames), count, jnp.asarray(goes_on)))
+    assert got.shape == (64, length - count + 1, count, 2, 3)
+    assert got.dtype == jnp.uint8
     for b in range(64):
         for i in range(length - count + 1):
             last = i + count - 1
-            np.testing.assert_array_equal(got.reward[b, i], windows.reward[b, last])
-            np.testing.assert_array_equal(got.goes_on[b, i], windows.goes_on[b, last])
             for j in range(count):
-                is_same_episode = windows.goes_on[b, i + j : last].all()
-                frame = windows.observation[b, i + j] * is_same_episode
-                np.testing.assert_array_equal(got.observation[b, i, j], frame)
+                is_same_episode = goes_on[b, i + j : last].all()
+                np.testing.assert_array_equal(got[b, i, j], frames[b, i + j] * is_same_episode)
 
 
-def test_a_stack_of_one_is_the_window():
-    windows = Row(jnp.ones((2, 3, 4)), jnp.ones((2, 3), bool), jnp.ones((2, 3)))
-    assert buffers.stack_frames(windows, 1, windows.goes_on) is windows
+def test_a_stack_of_one_is_the_frame():
+    frames = jnp.ones((2, 3, 4))
+    assert buffers.stack_frames(frames, 1, jnp.ones((2, 3), bool)) is frames
 
 
 def atari(stack):
@@ -88,14 +73,15 @@ def test_acting_and_learning_see_what_atari_stacks(script):
     assert episodes >= 2
     assert int(replay.size) == 100  # rows, a third of those added
     sample = alg.replay.sample(replay, KEY, 512)
-    windows = buffers.stack_frames(sample.experience, 4, sample.experience.is_step)
-    assert windows.observation.shape == (512, 2, 4, 1, 84, 84)
+    window = sample.experience
+    stacks = buffers.stack_frames(window.observation, 4, window.is_step)
+    assert stacks.shape == (512, 2, 4, 1, 84, 84)
     expected = np.stack(expected)
     rows, envs = np.asarray(sample.indices) // 2, np.asarray(sample.indices) % 2
     for i in (0, 1):
         native = expected[rows + 3 + i, envs]
-        np.testing.assert_array_equal(windows.observation[:, i, :, 0], native)
-    assert not windows.is_step.all()  # some reach over the end of an episode
+        np.testing.assert_array_equal(stacks[:, i, :, 0], native)
+    assert not window.is_step[:, 3:].all()  # some reach over the end of an episode
 
 
 def test_the_network_sees_the_channels_that_atari_stacks():
