@@ -23,23 +23,41 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-CHUNK_BYTES, CHUNK_ROWS = 2**20, 2**14  # at most; appending to a chunk writes all of it
-PIECES = 4096, 256, 16, 1, 0  # rows that leave the ring at once: each size is compiled
+from buffers import cursor_modulus
+
+CHUNK_BYTES = 2**20  # at most; appending to a chunk writes all of it
+CHUNK_ROWS = 2**14  # at most
+COMPARED = 16  # rows that are compared, to tell whether a state is of the same run
 
 
 def describe(items: Any, axes: int = 0) -> dict[str, str]:
     """The name of each leaf, its dtype and its shape without the first axes."""
-    leaves = jax.tree_util.tree_leaves_with_path(items)
-    names = [jax.tree_util.keystr(key, simple=True, separator=".") or "item" for key, _ in leaves]
-    kinds = [f"{jnp.result_type(x)}{[*jnp.shape(x)[axes:]]}" for _, x in leaves]
-    return dict(zip([quote(name, safe="") for name in names], kinds, strict=True))
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(items):
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or "item"
+        shape = jnp.shape(leaf)[axes:]
+        leaves[quote(name, safe="")] = f"{jnp.result_type(leaf)}{[*shape]}"
+    return leaves
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def ring_rows(storage: Any, slot: Any, count: int, axes: int) -> Any:
-    """The `count` rows of a ring from `slot` on; its leaves have that many axes of 1 in front."""
-    rows = partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=count)
-    return jax.tree.map(lambda x: rows(x.reshape(x.shape[axes:])), storage)
+@partial(jax.jit, static_argnums=2)
+def ring_rows(storage: Any, slots: Any, axes: int) -> Any:
+    """The rows of a ring at `slots`; its leaves have that many axes of 1 in front."""
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[axes:])[slots], storage)
+
+
+def newest(state: Any, ring: int, count: int) -> Any:
+    """The newest `count` rows of a ring, as NumPy arrays."""
+    more = min(2 ** count.bit_length(), ring)  # of which few sizes are compiled
+    slots = (state.cursor.item() + np.arange(-more, 0)) % ring
+    rows = jax.device_get(ring_rows(state.storage, slots.astype(np.int32), state.cursor.ndim))
+    return jax.tree.map(lambda leaf: leaf[more - count :], rows)
+
+
+def bytes_of(items: Any, count: int) -> list[bytes]:
+    """All bytes of each of the first rows."""
+    leaves = jax.tree.leaves(items)
+    return [b"".join(leaf[row].tobytes() for leaf in leaves) for row in range(count)]
 
 
 class Vault:
@@ -62,32 +80,36 @@ class Vault:
     ) -> None:
         if "key<" in str(describe(item)):
             raise TypeError("the item has a typed key: store what jax.random.key_data gives for it")
-        row = lambda x: np.zeros((num_envs or 1, *jnp.shape(x)), jnp.result_type(x))  # noqa: E731
-        item, self.env = jax.tree.map(row, item), 0 if num_envs is None else slice(None)
-        self.path, self.leaves = Path(path).absolute(), describe(item)
+        envs = num_envs or 1
+        row = jax.tree.map(lambda x: np.zeros((envs, *jnp.shape(x)), jnp.result_type(x)), item)
+        self.env = 0 if num_envs is None else slice(None)
+        self.leaves = describe(row)
+        self.path = Path(path).absolute()
         if create:
             self.path.mkdir(parents=True, exist_ok=True)
         elif not (self.path / "vault.json").exists():
             raise FileNotFoundError(f"{self.path} holds no vault")
         self.files = ts.KvStore.open({"driver": "file", "path": f"{self.path}/"}).result()
-        if create and not any(x.name == "vault.json" or x.is_dir() for x in self.path.iterdir()):
+        if not any(x.name == "vault.json" or x.is_dir() for x in self.path.iterdir()):
             self._count(0)
         len(self)  # compares the leaves
         self.lock: int | None = None  # opened by the first write, which a reader has no right to
-        arrays = map(self._open, self.leaves, jax.tree.leaves(item))
-        self.arrays = jax.tree.unflatten(jax.tree.structure(item), arrays)
+        structure = jax.tree.structure(row)
+        arrays = map(self._open, self.leaves, jax.tree.leaves(row))
+        self.arrays = jax.tree.unflatten(structure, arrays)
 
     def _open(self, name: str, row: np.ndarray) -> Any:
         """The array [rows, N, ...] of a leaf; its length is one that no run reaches."""
-        rows = min(max(CHUNK_BYTES // max(row.nbytes, 1), 1), CHUNK_ROWS)
-        chunks = {"chunk_shape": [rows, *(max(size, 1) for size in row.shape)]}
+        rows = CHUNK_BYTES // max(row.nbytes, 1)
+        rows = min(max(rows, 1), CHUNK_ROWS)
+        chunk = [rows, *(max(size, 1) for size in row.shape)]
         codecs = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
-        metadata = {"chunk_grid": {"name": "regular", "configuration": chunks}, "codecs": codecs}
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
         spec = {
             "driver": "zarr3",
             "kvstore": {"driver": "file", "path": f"{self.path}/{name}/"},
             "dtype": row.dtype.name,
-            "metadata": metadata,
+            "metadata": {"chunk_grid": grid, "codecs": codecs},
             "fill_missing_data_reads": False,  # a missing chunk is an error
             "store_data_equal_to_fill_value": True,
         }
@@ -95,16 +117,19 @@ class Vault:
 
     def __len__(self) -> int:
         """How many rows can be read."""
-        text, _, checksum = (self.path / "vault.json").read_bytes().rpartition(b"\n")
+        content = (self.path / "vault.json").read_bytes()
+        text, _, checksum = content.rpartition(b"\n")
         if checksum != b"%08x" % zlib.crc32(text):
             raise ValueError(f"{self.path}/vault.json was damaged: its checksum is another")
-        if (about := json.loads(text))["leaves"] != self.leaves:
+        about = json.loads(text)
+        if about["leaves"] != self.leaves:
             raise ValueError(f"{self.path} holds {about['leaves']}, not {self.leaves}")
         return about["rows"]
 
     def _count(self, rows: int) -> None:
         """Makes `rows` the number of rows that count; if it is killed, wholly or not at all."""
-        text = json.dumps({"leaves": self.leaves, "rows": rows}, indent=1).encode()
+        about = {"leaves": self.leaves, "rows": rows}
+        text = json.dumps(about, indent=1).encode()
         self.files["vault.json"] = text + b"\n%08x" % zlib.crc32(text)
 
     def read(self, start: int, stop: int) -> Any:
@@ -112,8 +137,9 @@ class Vault:
 
         IndexError if they are not all there; ValueError that names the file that was damaged.
         """
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"rows {start} to {stop}, of a vault that has {len(self)}")
+        rows = len(self)
+        if not 0 <= start <= stop <= rows:
+            raise IndexError(f"rows {start} to {stop}, of a vault that has {rows}")
         reads = jax.tree.map(lambda array: array[start:stop].read(), self.arrays)
         return jax.tree.map(lambda read: read.result()[:, self.env], reads)
 
@@ -127,36 +153,49 @@ class Vault:
         state of another run or buffer; BlockingIOError if another process writes; PermissionError
         if this user may not.
         """
+        self._take_lock()
+        given = describe(state.storage, state.cursor.ndim + 1)
+        if given != self.leaves:
+            raise ValueError(f"the state holds {given}, {self.path} {self.leaves}")
+        axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
+        ring, envs = jax.tree.leaves(state.storage)[0].shape[axes : axes + 2]
+        known, new = self._new_rows(state, cursor_modulus(ring, envs))
+        same = min(COMPARED, state.size.item() - new, known)
+        items = newest(state, ring, same + new)
+        self._check_run(known, same, items)
+        span = slice(known - same, known + new)  # what is compared is written again: it is the same
+        writes = jax.tree.map(lambda array, rows: array[span].write(rows), self.arrays, items)
+        jax.tree.map(lambda write: write.result(), writes)
+        self._count(known + new)
+        return new
+
+    def _take_lock(self) -> None:
+        """Keeps others from writing, until the process ends or forgets this vault."""
         if self.lock is None:
             self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
             weakref.finalize(self, os.close, self.lock)
-        try:  # until the process ends or forgets this vault
+        try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BlockingIOError(f"{self.path} is written by another process") from error
-        axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
-        ring, envs = jax.tree.leaves(state.storage)[0].shape[axes : axes + 2]
-        if (given := describe(state.storage, axes + 1)) != self.leaves:
-            raise ValueError(f"the state holds {given}, {self.path} {self.leaves}")
-        modulus = 2**30 // (ring * envs) * ring  # of the state's count of rows, as in buffers.py
-        rows, cursor, held = len(self), state.cursor.item(), state.size.item()
-        ahead = (cursor - rows + modulus // 2 - 1) % modulus - modulus // 2 + 1
-        known, new = rows + min(ahead, 0), max(ahead, 0)
-        if new > held:
-            raise ValueError(f"{new - held} rows are gone: write before {held + 1} more are added")
-        same = min(16, held - new, known)  # compared, written again: one is the same if the run is
-        first, parts = cursor - same - new, list[Any]()
-        while first < cursor or not parts:
-            size = next(x for x in PIECES if x <= min(cursor - first, ring - first % ring))
-            parts.append(ring_rows(state.storage, first % ring, size, axes))
-            first += size
-        items = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))
-        pairs = zip(*map(jax.tree.leaves, (self.read(known - same, known), items)), strict=True)
-        equal = [[x.tobytes() == y.tobytes() for x, y in zip(*p, strict=False)] for p in pairs]
-        if rows and not (known and (same == 0 or np.all(equal, axis=0).any())):
+
+    def _new_rows(self, state: Any, modulus: int) -> tuple[int, int]:
+        """How many rows of the vault the state's run has written, and how many it has since."""
+        rows = len(self)
+        held = state.size.item()
+        half = modulus // 2  # the cursor stands for the number that is nearest to `rows`
+        ahead = (state.cursor.item() - rows + half - 1) % modulus - half + 1
+        if ahead > held:
+            gone = ahead - held
+            raise ValueError(f"{gone} rows are gone: write before {held + 1} more are added")
+        return rows + min(ahead, 0), max(ahead, 0)
+
+    def _check_run(self, known: int, same: int, items: Any) -> None:
+        """Raises unless one of the `same` rows up to `known` is as in `items`, or none is there."""
+        rows = len(self)
+        stored = bytes_of(self.read(known - same, known), same)
+        pairs = zip(stored, bytes_of(items, same), strict=True)
+        is_same = known > 0 and (same == 0 or any(old == new for old, new in pairs))
+        if rows > 0 and not is_same:
             hint = "take a new path for a new run; after a resume write the restored state first"
             raise ValueError(f"{self.path} has {rows} rows of another run: {hint}")
-        write = lambda array, x: array[known - same : known + new].write(x)  # noqa: E731
-        jax.tree.map(lambda put: put.result(), jax.tree.map(write, self.arrays, items))
-        self._count(known + new)
-        return new
