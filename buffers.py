@@ -22,10 +22,9 @@ rings one after the other, [K * T, N, ...]. Every factory is that ring, a way to
 sample starts, and a gather. Shape letters: T rows of the ring (time), N environments, K clusters,
 L rows added, B batch drawn, W steps in a window (`sequence_length`).
 
-An *index* names an item for as long as it is held. It is the number of the item's row, counted from
-the first row ever written, modulo a bounded multiple of T (so that nothing overflows), times N,
-plus the environment. A clustered buffer multiplies that by K and adds the cluster. The slot of an
-index is its row modulo T, and arithmetic tells whether that slot has been overwritten (`_is_held`).
+An *index* names an item for as long as it is held: the number of its row since the first ever
+written, modulo a multiple of T (so that nothing overflows), times N, plus the environment. In a
+clustered buffer times K, plus the cluster. The slot of an index is its row modulo T.
 
 Wrong structures, shapes and dtypes raise when a function is traced. Mistakes in values (sampling an
 empty buffer, an index that is gone) raise ValueError when it is called with concrete arrays. Inside
@@ -88,31 +87,29 @@ class Sample(NamedTuple):
 class Replay(NamedTuple):
     """The functions of `uniform_replay`, `prioritised_replay` and `clustered_replay`.
 
-    In a buffer of items (`num_envs=None`) a row is one item. With `num_envs=N` a row is one step
-    of N environments, and what is said to be [L, ...] below is [L, N, ...].
+    In a buffer of items a row is one item. With `num_envs=N` it is one step of N environments, and
+    what is said to be [L, ...] below is [L, N, ...].
 
     init(item) -> state: empty storage for items like `item`, which is one item of one environment.
     add(state, item) -> state: one row, an item or [N, ...].
     add_batch(state, items [L, ...], mask [L] = None) -> state: the rows in order, without those
-      where `mask` is False. If there are more of them than fit, the newest are kept.
+      where `mask` is False. Of more than fit the newest are kept.
     sample(state, key, batch_size) -> Sample: draws with replacement; `batch_size` is static. With
       nothing to draw: ValueError; inside jit the contents of some slot, with probability 0.
     add_and_sample(state, items [L, ...], key, batch_size) -> (state, Sample): both in one dispatch.
     get(state, indices) -> experience [*indices.shape, ...] as `sample` gave it. For an index that
       has been overwritten: ValueError; inside jit what is in its slot now.
     update(state, fn, indices=None, *args) -> state: `fn(item, *args) -> item` applied to every
-      item, or to those at `indices` [B] with the rows of `args` [B, ...]. The index of a window
-      means its first item. `fn` is static: define it once and pass what changes in `args`, because
-      a new lambda is compiled anew. For an index that has been overwritten: ValueError; inside jit
-      it is ignored. An index that is given twice is written once.
+      item, or to those at `indices` [B], the first ones of windows, with rows of `args` [B, ...].
+      `fn` is static: define it once and pass what changes in `args`. For an index that has been
+      overwritten: ValueError; inside jit it is ignored. One that is given twice is written once.
     size(state) -> [] int32: items held, over all environments.
     can_sample(state, min_size=1) -> [] bool: whether there is something to draw, and at least
       `min_size` items are held.
-    set_priorities(state, indices [B], priorities [B]) -> state: only of a prioritised buffer, None
-      otherwise. Priorities of items, or of the windows that start at them, before the exponent,
-      such as abs(TD error) + epsilon. Indices that have been overwritten since they were drawn are
-      ignored; an index that is given twice gets one of its priorities. Negative, infinite or NaN:
-      ValueError; inside jit that row is ignored.
+    set_priorities(state, indices [B], priorities [B]) -> state: of items, or of the windows that
+      start at them, before the exponent, such as abs(TD error) + epsilon; None if the buffer is not
+      prioritised. Indices that have been overwritten are ignored; one that is given twice gets one
+      of its priorities. Negative, infinite or NaN: ValueError; inside jit that row is ignored.
 
     New items of a prioritised buffer get the largest priority that was ever set (before the first,
     1). If all priorities are 0 there is nothing to draw. Of states that `jax.vmap` or `jax.pmap`
@@ -265,39 +262,34 @@ def _check_mask(mask: Any, length: int) -> None:
 
 
 def _computed_once(i: Array) -> Array:
-    """`i`, uint32 and below 2**31 - 1, which XLA would compute anew for each of its uses.
-    Setting 256 priorities takes 3.3 times as long without it, and 1.5 times in a scan.
-    """
+    """`i`, uint32 and below 2**31 - 1, which XLA would compute anew for each of its uses."""
+    # Setting 256 priorities takes 3.3 times as long without it, and 1.5 times in a scan.
     return lax.rem(i, np.uint32(2**31 - 1))
 
 
 def _at_least_two(x: Array) -> Array:
-    """`x` [B], or its one element twice: XLA copies the array that a single one is written to.
-    Adding one to 1,000,000 prioritised items takes 90 times as long without it.
-    """
+    """`x` [B], or its one element twice: XLA copies the array that a single one is written to."""
+    # Adding one to 1,000,000 prioritised items takes 90 times as long without it.
     return jnp.repeat(x, 2) if len(x) == 1 else x
 
 
 def _after_reading(i: Array, read: Array) -> Array:
-    """`i`, once `read`, never negative, is there: else XLA copies what is written to at `i`.
-    A draw of which priorities are set takes 4 times as long in a scan at 1,000,000 items.
-    """
+    """`i`, once `read`, never negative, is there: else XLA copies what is written to at `i`."""
+    # A draw of which priorities are set takes 4 times as long in a scan at 1,000,000 items.
     return jnp.where(read >= 0, i, 0)
 
 
 def _key_after(key: Array, count: Array, arrays: PyTree) -> Array:
-    """`key`, once the arrays are there: else XLA draws bits in another thread meanwhile.
-    `count` is never negative. `add_and_sample` takes 1.5 times as long without it.
-    """
+    """`key`, once the arrays are there: else XLA draws bits in another thread meanwhile."""
+    # `count` is never negative. `add_and_sample` takes 1.5 times as long without it.
     ends = [x.ravel()[:1] != x.ravel()[-1:] for x in tree_leaves(arrays)]
     is_never = jnp.concatenate(ends).any() & (count.ravel()[0] < 0)
     return jnp.stack([key, key])[is_never.astype(int32)]
 
 
 def _take(x: Array, i: Array) -> Array:
-    """x[i] for `i` [B, ...] in range. XLA divides it among threads if x is of 512 KiB or more.
-    Drawing 256 of 1,000,000 items takes 1.7 times as long in several threads.
-    """
+    """x[i] for `i` [B, ...] in range. XLA divides it among threads if x is of 512 KiB or more."""
+    # Drawing 256 of 1,000,000 items takes 1.7 times as long in several threads.
     i = i.astype(uint32)
     bytes_read = i.size * x.nbytes // len(x)
     is_divided = x.nbytes >= 2**19 > bytes_read
@@ -322,9 +314,8 @@ def _take_in_one_thread(x: Array, i: Array) -> Array:
 
 
 def _put(i: Array, x: Array, rows: Array) -> Array:
-    """x.at[i].set(rows, mode="drop") for `i` [L] that are all different, without a copy of rows.
-    Adding 128 images of 12 kB takes 1.8 times as long with it.
-    """
+    """x.at[i].set(rows, mode="drop") for `i` [L] that are all different, without a copy of rows."""
+    # Adding 128 images of 12 kB takes 1.8 times as long with it.
     windows = lax.ScatterDimensionNumbers(tuple(range(1, x.ndim + 1)), (), (0,))
     at = jnp.expand_dims(i, 1)
     rows = jnp.expand_dims(rows, 1)
@@ -332,17 +323,15 @@ def _put(i: Array, x: Array, rows: Array) -> Array:
 
 
 def _put_one(i: Array, x: Array, row: Array) -> Array:
-    """x.at[i].set(row) for `i` [1] in range, as a slice.
-    On JAX 0.10.2 a step of 8 environments takes 3.3 times as long in a scan without it.
-    """
+    """x.at[i].set(row) for `i` [1] in range, as a slice."""
+    # On JAX 0.10.2 a step of 8 environments takes 3.3 times as long in a scan without it.
     row = jnp.where(True, row, x[:1])  # on the mesh of x, which Explicit axes ask for
     return lax.dynamic_update_slice_in_dim(x, row, i[0], 0)
 
 
 def _random_below(bound: Array, bits: Array) -> Array:
-    """floor(bound * r / 2**64) [B] uint32 of 64 random bits r each, `bits` [2, B] uint32.
-    With jax.random.randint drawing 256 items takes 2.7 times as long.
-    """
+    """floor(bound * r / 2**64) [B] uint32 of 64 random bits r each, `bits` [2, B] uint32."""
+    # With jax.random.randint drawing 256 items takes 2.7 times as long.
     n = bound.astype(uint32)  # below 2**30
     carried = _upper_half(bits[1], n)
     low = bits[0] * n + carried
@@ -500,9 +489,8 @@ def _is_held(layout: Layout, cursor: Array, size: Array, index: Array, window: i
 
 def _ring_of(state: State, cluster: Any) -> tuple[Array, Array]:
     """Cursor and size of the ring of each cluster [B]; None: of the only one."""
-    if cluster is None:
-        return state.cursor, state.size
-    return state.cursor[cluster], state.size[cluster]
+    ring = ... if cluster is None else cluster
+    return state.cursor[ring], state.size[ring]
 
 
 def _starts(layout: Layout, cursor: Array, size: Array) -> tuple[Array, Array]:
@@ -832,8 +820,8 @@ def uniform_replay(
         what tells. None: `sample` gives items [B, ...].
       period: windows start at steps whose count since the first is a multiple of it;
         `period=sequence_length` gives windows that do not overlap.
-      donate: whether functions that return a state use up the one they were given, so that they
-        work in place. False keeps old states alive, at the cost of copying the storage each call.
+      donate: whether functions that return a state work in place and use up the one they are given.
+        False keeps old states alive, at the cost of copying the storage each call.
       debug: whether mistakes in values, inside jit, are errors under checkify.
 
     Raises TypeError or ValueError for sizes that are not ints of at least 1, and for a `max_size`
@@ -846,10 +834,9 @@ def uniform_replay(
 # ---------------------------------------------------------------------------------------- sum tree
 #
 # `tree` has a weight for each position, and after them further levels: node i of the next level is
-# the sum of nodes 4 i to 4 i + 3, recomputed from them when one changes: a difference added to it
-# would leave a rounding error behind for good. Levels are padded with zeros to a multiple of 4: 5.4
-# bytes a position in all. The levels of at most TOP nodes are in `top`, and are summed anew as a
-# whole; the last one has 4.
+# the sum of nodes 4 i to 4 i + 3, recomputed when one changes: a difference added to it would leave
+# a rounding error for good. Levels are padded to a multiple of 4. Those of at most TOP nodes are in
+# `top`, and are summed anew as a whole; the last one has 4.
 TOP = 256
 # With 24 bits a float32 tells the nodes of this many levels (2**14) apart, and not those of many
 # more: a single number would favour some of ten million items and miss others.
@@ -1114,6 +1101,7 @@ def clustered_replay(
     """A replay buffer for each cluster; a draw is of a cluster, then of an item in it.
 
     Rare kinds of items, such as trajectories of a high return, stay until new ones replace them.
+    The state is that of `cluster_buffer` with an axis K in front, and storage [K * T, N, ...].
 
     Args:
       num_clusters: K.
@@ -1124,9 +1112,6 @@ def clustered_replay(
       distribution_power: a cluster is drawn in proportion to the number of items that a draw may
         start at, to this power: 0 draws all clusters alike that have any, 1 as one uniform buffer.
       donate, debug: as in `uniform_replay`.
-
-    Returns the functions of `cluster_buffer`. The leaves of their state are the inner one's with an
-    axis K in front, and the storage [K * T, N, ...].
 
     Raises TypeError or ValueError if `num_clusters` is not an int of at least 1, `cluster_buffer`
     is not one of those, or all clusters together hold more than 2**29 items.

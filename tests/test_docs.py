@@ -117,8 +117,19 @@ def test_the_vault_of_the_page_holds_the_rows(tmp_path, monkeypatch):
     names = dict(Vault=Vault, item={"reward": 0.0})
     steps = {"reward": jnp.arange(80.0).reshape(10, 8)}
     names["state"] = replay.add_batch(replay.init(names["item"]), steps)
-    exec(blocks("docs/buffers.md", "python")[1], names)
+    exec(blocks("docs/buffers.md", "python")[2], names)
     assert names["steps"]["reward"].tolist() == steps["reward"].tolist()
+
+
+def test_the_target_of_the_page_is_that_of_n_steps():
+    """Of one window whose second step is truncated, and of one in which no episode ends."""
+    ends = jnp.zeros((2, 4), bool)
+    window = {"reward": jnp.ones((2, 4)), "observation": jnp.tile(jnp.arange(4.0), (2, 1))}
+    window |= {"terminated": ends, "truncated": ends.at[0, 1].set(True)}
+    names = dict(window=window, n=3, value=lambda x: x, buffers=dqn_jax.buffers, jnp=jnp)
+    exec(blocks("docs/buffers.md", "python")[1], names)
+    wanted = [1 + 0.99 + 0.99**2 * 2, 1 + 0.99 + 0.99**2 + 0.99**3 * 3]
+    assert names["target"].tolist() == pytest.approx(wanted)
 
 
 def test_train_is_called_from_python(tmp_path, monkeypatch):
@@ -199,7 +210,7 @@ def test_recipes_run_as_they_stand(block):
 
 
 def test_every_block_of_python_is_run_by_a_test():
-    ours = {"README.md": 1, "docs/buffers.md": 2, "docs/lasting.md": 1}
+    ours = {"README.md": 1, "docs/buffers.md": 3, "docs/lasting.md": 1}
     for page in PAGES:
         others = [x for x in blocks(page, "python") if x not in MODULES.values()]
         wanted = len(others) if page == "docs/recipes.md" else ours.get(page, 0)
