@@ -5,11 +5,12 @@
     items = vault.read(0, len(vault))  # NumPy arrays, of the item's structure
 
 Row r of a run is row r of its vault: writing twice is harmless, a resumed run writes over what came
-after its checkpoint. Each leaf is a zarr 3 array; `vault.json` says how many of their rows count.
+after its checkpoint. Each leaf is a zarr 3 array; `vault.json` says how many rows count.
 """
 
 import fcntl
 import json
+import operator
 import os
 import weakref
 import zlib
@@ -22,19 +23,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
+from jax.tree_util import (
+    keystr,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 
 from buffers import cursor_modulus
 
 CHUNK_BYTES = 2**20  # at most; appending to a chunk writes all of it
 CHUNK_ROWS = 2**14  # at most
-COMPARED = 16  # rows that are compared, to tell whether a state is of the same run
+COMPARED = 16  # rows, to tell whether a state is of the same run
 
 
 def describe(items: Any, axes: int = 0) -> dict[str, str]:
     """The name of each leaf, its dtype and its shape without the first axes."""
     leaves = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(items):
-        name = jax.tree_util.keystr(path, simple=True, separator=".") or "item"
+    for path, leaf in tree_leaves_with_path(items):
+        name = keystr(path, simple=True, separator=".") or "item"
         shape = jnp.shape(leaf)[axes:]
         leaves[quote(name, safe="")] = f"{jnp.result_type(leaf)}{[*shape]}"
     return leaves
@@ -43,7 +52,7 @@ def describe(items: Any, axes: int = 0) -> dict[str, str]:
 @partial(jax.jit, static_argnums=2)
 def ring_rows(storage: Any, slots: Any, axes: int) -> Any:
     """The rows of a ring at `slots`; its leaves have that many axes of 1 in front."""
-    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[axes:])[slots], storage)
+    return tree_map(lambda leaf: leaf.reshape(leaf.shape[axes:])[slots], storage)
 
 
 def newest(state: Any, ring: int, count: int) -> Any:
@@ -51,12 +60,12 @@ def newest(state: Any, ring: int, count: int) -> Any:
     more = min(2 ** count.bit_length(), ring)  # of which few sizes are compiled
     slots = (state.cursor.item() + np.arange(-more, 0)) % ring
     rows = jax.device_get(ring_rows(state.storage, slots.astype(np.int32), state.cursor.ndim))
-    return jax.tree.map(lambda leaf: leaf[more - count :], rows)
+    return tree_map(lambda leaf: leaf[more - count :], rows)
 
 
 def bytes_of(items: Any, count: int) -> list[bytes]:
     """All bytes of each of the first rows."""
-    leaves = jax.tree.leaves(items)
+    leaves = tree_leaves(items)
     return [b"".join(leaf[row].tobytes() for leaf in leaves) for row in range(count)]
 
 
@@ -69,19 +78,15 @@ class Vault:
       num_envs: as for the buffer; None for a buffer of items.
       create: whether a folder without a vault is made into one. False: nothing is written.
 
-    A vault in a folder that this user may not write to can be read.
-
-    FileNotFoundError if there is no vault and `create` is False; ValueError if it holds other items
-    or was damaged; TypeError for typed keys.
+    What this user may not write to can be read. FileNotFoundError if there is no vault and `create`
+    is False; ValueError if it holds other items or was damaged; TypeError for typed keys.
     """
 
-    def __init__(
-        self, path: Any, item: Any, num_envs: int | None = None, *, create: bool = True
-    ) -> None:
+    def __init__(self, path: Any, item: Any, num_envs: Any = None, *, create: bool = True) -> None:
         if "key<" in str(describe(item)):
             raise TypeError("the item has a typed key: store what jax.random.key_data gives for it")
-        envs = num_envs or 1
-        row = jax.tree.map(lambda x: np.zeros((envs, *jnp.shape(x)), jnp.result_type(x)), item)
+        item = tree_map(jnp.asarray, item)
+        row = tree_map(lambda x: np.zeros((num_envs or 1, *x.shape), x.dtype), item)
         self.env = 0 if num_envs is None else slice(None)
         self.leaves = describe(row)
         self.path = Path(path).absolute()
@@ -93,16 +98,15 @@ class Vault:
         if not any(x.name == "vault.json" or x.is_dir() for x in self.path.iterdir()):
             self._count(0)
         len(self)  # compares the leaves
-        self.lock: int | None = None  # opened by the first write, which a reader has no right to
-        structure = jax.tree.structure(row)
-        arrays = map(self._open, self.leaves, jax.tree.leaves(row))
-        self.arrays = jax.tree.unflatten(structure, arrays)
+        self.lock: Any = None  # opened by the first write, which a reader has no right to
+        names = tree_unflatten(tree_structure(row), self.leaves)
+        self.arrays = tree_map(self._open, names, row)
 
     def _open(self, name: str, row: np.ndarray) -> Any:
         """The array [rows, N, ...] of a leaf; its length is one that no run reaches."""
         rows = CHUNK_BYTES // max(row.nbytes, 1)
-        rows = min(max(rows, 1), CHUNK_ROWS)
-        chunk = [rows, *(max(size, 1) for size in row.shape)]
+        shape = (min(rows, CHUNK_ROWS), *row.shape)
+        chunk = [max(size, 1) for size in shape]
         codecs = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
         grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
         spec = {
@@ -140,32 +144,33 @@ class Vault:
         rows = len(self)
         if not 0 <= start <= stop <= rows:
             raise IndexError(f"rows {start} to {stop}, of a vault that has {rows}")
-        reads = jax.tree.map(lambda array: array[start:stop].read(), self.arrays)
-        return jax.tree.map(lambda read: read.result()[:, self.env], reads)
+        reads = tree_map(lambda array: array[start:stop].read(), self.arrays)
+        return tree_map(lambda read: read.result()[:, self.env], reads)
 
     def write(self, state: Any) -> int:
         """Appends the rows that `state` has and the vault has not; returns how many.
 
-        `state` is that of a `uniform_replay`, `prioritised_replay` or `circular_buffer`. After a
-        resume write the restored state first: it drops the vault's rows that came after it.
+        It is that of a `uniform_replay`, `prioritised_replay` or `circular_buffer`. After a resume
+        write the restored state first: it drops the vault's rows that came after it.
 
-        ValueError if rows were overwritten or popped before they were written, or if it is the
-        state of another run or buffer; BlockingIOError if another process writes; PermissionError
-        if this user may not.
+        ValueError if rows were overwritten or popped before they were written, or if the state is
+        another run's or buffer's; BlockingIOError if another process writes; PermissionError.
         """
         self._take_lock()
         given = describe(state.storage, state.cursor.ndim + 1)
         if given != self.leaves:
             raise ValueError(f"the state holds {given}, {self.path} {self.leaves}")
         axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
-        ring, envs = jax.tree.leaves(state.storage)[0].shape[axes : axes + 2]
+        shape = tree_leaves(state.storage)[0].shape
+        ring, envs = shape[axes : axes + 2]
         known, new = self._new_rows(state, cursor_modulus(ring, envs))
-        same = min(COMPARED, state.size.item() - new, known)
+        old = state.size.item() - new
+        same = min(COMPARED, old, known)
         items = newest(state, ring, same + new)
         self._check_run(known, same, items)
         span = slice(known - same, known + new)  # what is compared is written again: it is the same
-        writes = jax.tree.map(lambda array, rows: array[span].write(rows), self.arrays, items)
-        jax.tree.map(lambda write: write.result(), writes)
+        writes = tree_map(lambda array, rows: array[span].write(rows), self.arrays, items)
+        tree_map(lambda write: write.result(), writes)
         self._count(known + new)
         return new
 
@@ -183,19 +188,21 @@ class Vault:
         """How many rows of the vault the state's run has written, and how many it has since."""
         rows = len(self)
         held = state.size.item()
-        half = modulus // 2  # the cursor stands for the number that is nearest to `rows`
-        ahead = (state.cursor.item() - rows + half - 1) % modulus - half + 1
+        ahead = (state.cursor.item() - rows) % modulus
+        if ahead > modulus // 2:  # the cursor stands for the number that is nearest to `rows`
+            ahead -= modulus
         if ahead > held:
-            gone = ahead - held
-            raise ValueError(f"{gone} rows are gone: write before {held + 1} more are added")
+            gone = f"{ahead - held} rows are gone"
+            raise ValueError(f"{gone}: write before {held + 1} more are added")
         return rows + min(ahead, 0), max(ahead, 0)
 
     def _check_run(self, known: int, same: int, items: Any) -> None:
         """Raises unless one of the `same` rows up to `known` is as in `items`, or none is there."""
         rows = len(self)
         stored = bytes_of(self.read(known - same, known), same)
-        pairs = zip(stored, bytes_of(items, same), strict=True)
-        is_same = known > 0 and (same == 0 or any(old == new for old, new in pairs))
+        given = bytes_of(items, same)
+        is_one_same = any(map(operator.eq, stored, given))
+        is_same = known > 0 and (same == 0 or is_one_same)
         if rows > 0 and not is_same:
             hint = "take a new path for a new run; after a resume write the restored state first"
             raise ValueError(f"{self.path} has {rows} rows of another run: {hint}")
