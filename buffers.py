@@ -55,8 +55,6 @@ TINY = float(np.finfo(np.float32).tiny)
 
 
 # ------------------------------------------------------------------------------------------- types
-
-
 class RingState(NamedTuple):
     """The last T rows written. The state of `circular_buffer` and `uniform_replay`."""
 
@@ -156,8 +154,6 @@ class CircularBuffer(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------ checks
-
-
 def _is_checked(layout: Layout, *values: Any) -> bool:
     """Whether mistakes in these values are looked for: not in traced ones, unless asked to."""
     is_traced = any(isinstance(value, Tracer) for value in values)
@@ -350,8 +346,6 @@ def _upper_half(x: Array, y: Array) -> Array:
 
 
 # -------------------------------------------------------------------------------------------- ring
-
-
 def cursor_modulus(rows: int, envs: int) -> int:
     """What the cursor of a ring [T, N] counts modulo: a multiple of T; no index reaches 2**30."""
     return 2**30 // (rows * envs) * rows
@@ -472,12 +466,11 @@ def _load(layout: Layout, storage: PyTree, indices: Array) -> PyTree:
         steps = jnp.expand_dims(steps, range(indices.ndim))
         indices = jnp.expand_dims(indices, -1) + steps
     position = _position(layout, indices)
-    return tree_map(lambda items: _take(items, position), _flat(storage))
+    return _items_at(storage, position)
 
 
-def _flat(storage: PyTree) -> PyTree:
-    """Storage [T, N, ...] as items [T * N, ...]."""
-    return tree_map(lambda leaf: lax.collapse(leaf, 0, 2), storage)
+def _items_at(storage: PyTree, position: Array) -> PyTree:
+    return tree_map(lambda leaf: _take(lax.collapse(leaf, 0, 2), position), storage)
 
 
 def _is_held(layout: Layout, cursor: Array, size: Array, index: Array, window: int = 1) -> Array:
@@ -524,8 +517,6 @@ def _uniform(layout: Layout, state: State, key: Array, count: int, cluster: Any)
 
 
 # ------------------------------------------------------------------- the functions of every buffer
-
-
 def _has_start(layout: Layout, state: State) -> Array:
     return _starts(layout, state.cursor, state.size)[0] > 0
 
@@ -605,7 +596,8 @@ class Core(NamedTuple):
     def update_all(self, state: State, fn: Callable) -> State:
         """`fn` on every item."""
         _check_state(self, state)
-        new = jax.vmap(fn)(_flat(state.storage))
+        items = tree_map(lambda leaf: lax.collapse(leaf, 0, 2), state.storage)
+        new = jax.vmap(fn)(items)
         lead = (self.layout.slots * self.layout.envs,)
         _check_items("update: fn's result", state.storage, new, lead, "max_size, ")
         new = _as_stored(state.storage, new)
@@ -619,8 +611,7 @@ class Core(NamedTuple):
             raise ValueError(f"update: indices must have shape [B], got {indices.shape}")
         layout = self.layout
         position = _position(layout, self.meant(layout, state, indices))
-        items = tree_map(lambda leaf: _take(leaf, position), _flat(state.storage))
-        new = jax.vmap(fn)(items, *args)
+        new = jax.vmap(fn)(_items_at(state.storage, position), *args)
         _check_items("update: fn's result", state.storage, new, position.shape, "indices, ")
         is_stored = self.are_stored(state, indices)
         slot = jnp.where(is_stored, position // layout.envs, layout.slots)
@@ -752,8 +743,6 @@ def _priority_setter(core: Core, jit: Callable) -> Callable:
 
 
 # ------------------------------------------------------------------------------- circular, uniform
-
-
 def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) -> CircularBuffer:
     """A ring of the last `max_size` items; with `can_add` and `can_pop` a FIFO queue.
 
@@ -949,8 +938,6 @@ def _choose_child(weights: Array, fraction: Array) -> tuple[Array, Array]:
 
 
 # ------------------------------------------------------------------------------------- prioritised
-
-
 def prioritised_replay(
     max_size: int,
     priority_exponent: float = 0.6,
@@ -1087,8 +1074,6 @@ def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
 
 
 # --------------------------------------------------------------------------------------- clustered
-
-
 def clustered_replay(
     num_clusters: int,
     cluster_buffer: Replay,
@@ -1124,9 +1109,13 @@ def clustered_replay(
     layout = inner.layout._replace(clusters=clusters, debug=debug)
     if layout.capacity * clusters > 2**29:
         raise ValueError(f"{clusters} times {layout.capacity} items are more than 2**29")
+
+    def empty() -> State:
+        return tree_map(lambda x: jnp.broadcast_to(x, (clusters, *x.shape)), inner.empty())
+
     core = Core(
         layout,
-        empty=partial(_empty_clusters, inner, clusters),
+        empty=empty,
         advance=partial(_advance_clusters, inner, clustering_fn),
         choose=partial(_choose_clustered, inner, distribution_power),
         drawable=inner.drawable,
@@ -1134,11 +1123,6 @@ def clustered_replay(
         cluster_axis=(-1,),
     )
     return _replay(core, donate)
-
-
-def _empty_clusters(inner: Core, clusters: int) -> State:
-    """The counters of `inner`, each [K, ...]."""
-    return tree_map(lambda x: jnp.broadcast_to(x, (clusters, *x.shape)), inner.empty())
 
 
 def _cluster_of(clustering_fn: Callable, layout: Layout, rows: PyTree) -> Array:
@@ -1196,8 +1180,6 @@ def _set_clustered(
 
 
 # ------------------------------------------------------- after a draw, and minibatches of a rollout
-
-
 def n_step_return(
     reward: Any, terminated: Any, truncated: Any, gamma: float
 ) -> tuple[Array, Array, Array]:
