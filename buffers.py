@@ -269,6 +269,12 @@ def _at_least_two(x: Array) -> Array:
     return jnp.repeat(x, 2) if len(x) == 1 else x
 
 
+def _before_next(*arrays: Array) -> list[Array]:
+    """The arrays: else XLA computes a level of the tree once more for each level below it."""
+    # Adding 128 and drawing 256 of 10,000 items takes 1.25 times as long in a scan without it.
+    return lax.optimization_barrier(arrays)
+
+
 def _after_reading(i: Array, read: Array) -> Array:
     """`i`, once `read`, never negative, is there: else XLA copies what is written to at `i`."""
     # A draw of which priorities are set takes 4 times as long in a scan at 1,000,000 items.
@@ -911,7 +917,7 @@ def _draw_positions(state: State, capacity: int, key: Array, count: int, tree: A
         if depth % LEVELS_PER_DRAW == 0:
             fraction = uniform[depth // LEVELS_PER_DRAW]
         child, fraction = _choose_child(children, fraction)
-        node = _computed_once(4 * node + child)
+        node, fraction = _before_next(_computed_once(4 * node + child), fraction)
     weight = _take(state.tree.ravel(), tree * state.tree.shape[-1] + node)
     total = root.sum(axis=-1)
     probabilities = weight / jnp.where(total > 0, total, 1)
