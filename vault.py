@@ -59,7 +59,7 @@ def newest(state: Any, ring: int, count: int) -> Any:
     """The newest `count` rows of a ring, as NumPy arrays."""
     more = min(2 ** count.bit_length(), ring)  # of which few sizes are compiled
     slots = (state.cursor.item() + np.arange(-more, 0)) % ring
-    rows = jax.device_get(ring_rows(state.storage, slots.astype(np.int32), state.cursor.ndim))
+    rows = jax.device_get(ring_rows(state.storage, slots, state.cursor.ndim))
     return tree_map(lambda leaf: leaf[more - count :], rows)
 
 
@@ -90,12 +90,13 @@ class Vault:
         self.env = 0 if num_envs is None else slice(None)
         self.leaves = describe(row)
         self.path = Path(path).absolute()
+        self.about = self.path / "vault.json"
         if create:
             self.path.mkdir(parents=True, exist_ok=True)
-        elif not (self.path / "vault.json").exists():
+        elif not self.about.exists():
             raise FileNotFoundError(f"{self.path} holds no vault")
         self.files = ts.KvStore.open({"driver": "file", "path": f"{self.path}/"}).result()
-        if not any(x.name == "vault.json" or x.is_dir() for x in self.path.iterdir()):
+        if not any(path == self.about or path.is_dir() for path in self.path.iterdir()):
             self._count(0)
         len(self)  # compares the leaves
         self.lock: Any = None  # opened by the first write, which a reader has no right to
@@ -104,9 +105,8 @@ class Vault:
 
     def _open(self, name: str, row: np.ndarray) -> Any:
         """The array [rows, N, ...] of a leaf; its length is one that no run reaches."""
-        rows = CHUNK_BYTES // max(row.nbytes, 1)
-        shape = (min(rows, CHUNK_ROWS), *row.shape)
-        chunk = [max(size, 1) for size in shape]
+        rows = min(CHUNK_BYTES // max(row.nbytes, 1), CHUNK_ROWS)
+        chunk = [max(size, 1) for size in (rows, *row.shape)]
         codecs = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
         grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
         spec = {
@@ -121,10 +121,9 @@ class Vault:
 
     def __len__(self) -> int:
         """How many rows can be read."""
-        content = (self.path / "vault.json").read_bytes()
-        text, _, checksum = content.rpartition(b"\n")
+        text, _, checksum = self.about.read_bytes().rpartition(b"\n")
         if checksum != b"%08x" % zlib.crc32(text):
-            raise ValueError(f"{self.path}/vault.json was damaged: its checksum is another")
+            raise ValueError(f"{self.about} was damaged: its checksum is another")
         about = json.loads(text)
         if about["leaves"] != self.leaves:
             raise ValueError(f"{self.path} holds {about['leaves']}, not {self.leaves}")
@@ -161,11 +160,9 @@ class Vault:
         if given != self.leaves:
             raise ValueError(f"the state holds {given}, {self.path} {self.leaves}")
         axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
-        shape = tree_leaves(state.storage)[0].shape
-        ring, envs = shape[axes : axes + 2]
+        ring, envs, *_ = tree_leaves(state.storage)[0].shape[axes:]
         known, new = self._new_rows(state, cursor_modulus(ring, envs))
-        old = state.size.item() - new
-        same = min(COMPARED, old, known)
+        same = min(COMPARED, state.size.item() - new, known)
         items = newest(state, ring, same + new)
         self._check_run(known, same, items)
         span = slice(known - same, known + new)  # what is compared is written again: it is the same
@@ -191,9 +188,9 @@ class Vault:
         ahead = (state.cursor.item() - rows) % modulus
         if ahead > modulus // 2:  # the cursor stands for the number that is nearest to `rows`
             ahead -= modulus
-        if ahead > held:
-            gone = f"{ahead - held} rows are gone"
-            raise ValueError(f"{gone}: write before {held + 1} more are added")
+        gone = ahead - held
+        if gone > 0:
+            raise ValueError(f"{gone} rows are gone: write before {held + 1} more are added")
         return rows + min(ahead, 0), max(ahead, 0)
 
     def _check_run(self, known: int, same: int, items: Any) -> None:
@@ -201,8 +198,7 @@ class Vault:
         rows = len(self)
         stored = bytes_of(self.read(known - same, known), same)
         given = bytes_of(items, same)
-        is_one_same = any(map(operator.eq, stored, given))
-        is_same = known > 0 and (same == 0 or is_one_same)
+        is_same = known > 0 and (same == 0 or any(map(operator.eq, stored, given)))
         if rows > 0 and not is_same:
             hint = "take a new path for a new run; after a resume write the restored state first"
             raise ValueError(f"{self.path} has {rows} rows of another run: {hint}")
