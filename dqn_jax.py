@@ -242,11 +242,24 @@ class DQN:
 
     def fold(self, window: Step) -> Transition:
         """Windows [B, W, ...] of steps as transitions of n steps, fewer where an episode ends."""
-        window = buffers.stack_frames(window, self.args.frame_stack, window.is_step)
-        gamma = self.args.gamma
-        steps, discount, is_valid = buffers.n_step_transition(window, gamma, window.is_step)
-        last = steps.next_observation
-        return Transition(steps.observation, steps.action, steps.reward, discount, last, is_valid)
+        args = self.args
+        observation = buffers.stack_frames(window.observation, args.frame_stack, window.is_step)
+        first = args.frame_stack - 1  # the steps before it only fill its stack
+        reward, discount, steps = buffers.n_step_return(
+            window.reward[:, first:-1],
+            window.terminated[:, first:-1],
+            window.truncated[:, first:-1],
+            args.gamma,
+        )
+        next_observation = observation[jnp.arange(len(steps)), steps]
+        return Transition(
+            observation[:, 0],
+            window.action[:, first],
+            reward,
+            discount,
+            next_observation,
+            is_valid=window.is_step[:, first],
+        )
 
     def loss(self, params: Array, target_params: Array, batch: Transition) -> tuple:
         """Mean squared TD error of the batch, and the metrics."""
