@@ -18,17 +18,16 @@ arrays and nothing else, so it can be jitted, vmapped, sharded, donated and chec
 
 Storage is a ring of rows. A row is one time step of all environments: every leaf of the storage
 has shape [T, N, ...]. A buffer of single items is the case N = 1, and a clustered buffer has K such
-rings one after the other, [K * T, N, ...]. Every factory is that ring, a way to choose where a
-sample starts, and a gather. Shape letters: T rows of the ring (time), N environments, K clusters,
-L rows added, B batch drawn, W steps in a window (`sequence_length`).
+rings one after the other, [K * T, N, ...]. Shape letters: T rows of the ring (time), N
+environments, K clusters, L rows added, B batch drawn, W steps in a window (`sequence_length`).
 
 An *index* names an item for as long as it is held: the number of its row since the first ever
-written, modulo a multiple of T (so that nothing overflows), times N, plus the environment. In a
-clustered buffer times K, plus the cluster. The slot of an index is its row modulo T.
+written, modulo a multiple of T (so that nothing overflows), times N, plus the environment; in a
+clustered buffer this times K, plus the cluster.
 
-Wrong structures, shapes and dtypes raise when a function is traced. Mistakes in values (sampling an
-empty buffer, an index that is gone) raise ValueError when it is called with concrete arrays. Inside
-`jax.jit` they do no harm, and with `debug=True` they are errors under `jax.experimental.checkify`.
+Wrong structures, shapes and dtypes raise when a function is traced. Mistakes in values (an empty
+buffer is sampled, an index is gone) raise ValueError where they are concrete arrays; inside
+`jax.jit` they do no harm, and with `debug=True` are errors under `jax.experimental.checkify`.
 """
 
 from __future__ import annotations
@@ -66,12 +65,12 @@ class RingState(NamedTuple):
 class PrioritisedState(NamedTuple):
     """The state of `prioritised_replay`: a `RingState`, and the weights that are drawn by."""
 
-    storage: PyTree  # leaves [T, N, ...]
-    cursor: Array  # [] int32
-    size: Array  # [] int32
-    tree: Array  # [nodes] float32, see `TOP`; tree[t * N + n] is a priority ** exponent
-    top: Array  # [nodes] float32, the last levels of the tree
-    max_priority: Array  # [] float32, the largest ever set; 0 before the first
+    storage: PyTree = ()  # leaves [T, N, ...]
+    cursor: Any = np.int32(0)  # []
+    size: Any = np.int32(0)  # []
+    tree: Any = ()  # [nodes] float32, see `TOP`; tree[t * N + n] is a priority ** exponent
+    top: Any = ()  # [nodes] float32, the last levels of the tree
+    max_priority: Any = np.float32(0)  # [] the largest ever set; 0 before the first
 
 
 class Sample(NamedTuple):
@@ -102,8 +101,7 @@ class Replay(NamedTuple):
       `fn` is static: define it once and pass what changes in `args`. For an index that has been
       overwritten: ValueError; inside jit it is ignored. One that is given twice is written once.
     size(state) -> [] int32: items held, over all environments.
-    can_sample(state, min_size=1) -> [] bool: whether there is something to draw, and at least
-      `min_size` items are held.
+    can_sample(state, min_size=1) -> [] bool: something can be drawn, at least `min_size` are held.
     set_priorities(state, indices [B], priorities [B]) -> state: of items, or of the windows that
       start at them, before the exponent, such as abs(TD error) + epsilon; None if the buffer is not
       prioritised. Indices that have been overwritten are ignored; one that is given twice gets one
@@ -133,8 +131,7 @@ class CircularBuffer(NamedTuple):
     init(item) -> state, add(state, item) -> state and add_batch(state, items [L, ...],
       mask [L] = None) -> state: as in `Replay`, of items.
     pop(state, n) -> (state, items [n, ...]): the n oldest, oldest first; `n` is static. With fewer
-      than n held: ValueError; inside jit all that are held go, and the rows after them are old
-      contents of the storage.
+      than n held: ValueError; inside jit all held go, and what follows them is old contents.
     get(state, indices) -> items [*indices.shape, ...]: 0 is the oldest, size - 1 the newest.
       Outside that: ValueError; inside jit some slot's contents.
     update(state, fn, indices=None, *args) -> state: as in `Replay`, of these indices.
@@ -222,79 +219,54 @@ def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: s
     leaves = tree_leaves(items)
     slots = tree_leaves_with_path(storage)
     for leaf, (path, slot) in zip(leaves, slots, strict=True):
-        leaf_name = keystr(path) or "(the item itself)"
-        _check_leaf(f"{name}: leaf {leaf_name} has", leaf, slot, lead, axes)
-
-
-def _check_leaf(where: str, leaf: Any, slot: Array, lead: tuple, axes: str) -> None:
-    shape = jnp.shape(leaf)
-    expected = lead + slot.shape[2:]
-    if shape != expected:
-        hint = "" if where.startswith("update") else ": add takes one row, add_batch several"
-        raise ValueError(f"{where} shape {shape}, expected {expected}, which is ({axes}item){hint}")
-    dtype = jnp.result_type(leaf)
-    is_python_scalar = jax.typeof(leaf).weak_type  # which takes the dtype of its slot
-    fits = is_python_scalar and jnp.result_type(slot, leaf) == slot.dtype
-    if dtype != slot.dtype and not fits:
-        raise TypeError(
-            f"{where} dtype {dtype}, expected {slot.dtype} as given to init: convert it with "
-            f".astype({str(slot.dtype)!r}), or give init an item of dtype {dtype}"
-        )
-
-
-def _check_mask(mask: Any, length: int) -> None:
-    dtype = getattr(mask, "dtype", type(mask).__name__)
-    shape = getattr(mask, "shape", "")
-    if str(dtype) != "bool" or shape != (length,):
-        given = f"{dtype}{shape}"
-        raise ValueError(f"add_batch: mask is {given}, expected bool and ({length},): a flag a row")
+        where = f"{name}: leaf {keystr(path) or '(the item itself)'} has"
+        shape = jnp.shape(leaf)
+        wanted = lead + slot.shape[2:]
+        if shape != wanted:
+            hint = "" if name.startswith("update") else ": add takes one row, add_batch several"
+            raise ValueError(
+                f"{where} shape {shape}, expected {wanted}, which is ({axes}item){hint}"
+            )
+        dtype = jnp.result_type(leaf)
+        is_python_scalar = jax.typeof(leaf).weak_type  # which takes the dtype of its slot
+        fits = is_python_scalar and jnp.result_type(slot, leaf) == slot.dtype
+        if dtype != slot.dtype and not fits:
+            raise TypeError(
+                f"{where} dtype {dtype}, expected {slot.dtype} as given to init: convert it with "
+                f".astype({str(slot.dtype)!r}), or give init an item of dtype {dtype}"
+            )
 
 
 # -------------------------------------------------------------------------- what XLA needs on a CPU
-#
 # Each function is something simpler, which it says first, for a compiler that repeats and copies
-# more than it has to, and that wakes a second thread (10 to 60 us) for next to nothing. What they
-# save was measured on two cores with JAX 0.12.0.1.
+# too much, and wakes threads for too little. The comments say how many times as long a call takes
+# without it, as measured on two cores with JAX 0.12.0.1.
 
 
 def _computed_once(i: Array) -> Array:
     """`i`, uint32 and below 2**31 - 1, which XLA would compute anew for each of its uses."""
-    # Setting 256 priorities takes 3.3 times as long without it, and 1.5 times in a scan.
-    return lax.rem(i, np.uint32(2**31 - 1))
+    return lax.rem(i, np.uint32(2**31 - 1))  # setting 256 priorities: 3.3; in a scan 1.5
 
 
 def _at_least_two(x: Array) -> Array:
     """`x` [B], or its one element twice: XLA copies the array that a single one is written to."""
-    # Adding one to 1,000,000 prioritised items takes 90 times as long without it.
-    return jnp.repeat(x, 2) if len(x) == 1 else x
-
-
-def _before_next(*arrays: Array) -> list[Array]:
-    """The arrays: else XLA computes a level of the tree once more for each level below it."""
-    # Adding 128 and drawing 256 of 10,000 items takes 1.25 times as long in a scan without it.
-    return lax.optimization_barrier(arrays)
-
-
-def _after_reading(i: Array, read: Array) -> Array:
-    """`i`, once `read`, never negative, is there: else XLA copies what is written to at `i`."""
-    # A draw of which priorities are set takes 4 times as long in a scan at 1,000,000 items.
-    return jnp.where(read >= 0, i, 0)
+    return jnp.repeat(x, 2) if len(x) == 1 else x  # adding one to 1,000,000 with priorities: 90
 
 
 def _key_after(key: Array, count: Array, arrays: PyTree) -> Array:
-    """`key`, once the arrays are there: else XLA draws bits in another thread meanwhile."""
-    # `count` is never negative. `add_and_sample` takes 1.5 times as long without it.
-    ends = [x.ravel()[:1] != x.ravel()[-1:] for x in tree_leaves(arrays)]
-    is_never = jnp.concatenate(ends).any() & (count.ravel()[0] < 0)
-    return jnp.stack([key, key])[is_never.astype(int32)]
+    """`key`, once the arrays are there, `count` never negative: else XLA wakes a thread for it."""
+    flat = [x.ravel() for x in tree_leaves(arrays)]
+    ends = [x[:1] != x[-1:] for x in flat]
+    is_negative = count.ravel()[0] < 0
+    is_never = is_negative & jnp.concatenate(ends).any()
+    return jnp.stack([key, key])[is_never.astype(int32)]  # `add_and_sample`: 1.5
 
 
 def _take(x: Array, i: Array) -> Array:
     """x[i] for `i` [B, ...] in range. XLA divides it among threads if x is of 512 KiB or more."""
-    # Drawing 256 of 1,000,000 items takes 1.7 times as long in several threads.
     i = i.astype(uint32)
     bytes_read = i.size * x.nbytes // len(x)
-    is_divided = x.nbytes >= 2**19 > bytes_read
+    is_divided = x.nbytes >= 2**19 > bytes_read  # drawing 256 of 1,000,000 items: 1.7
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     if i.ndim == 0 or len(i) < 2 or is_key or not is_divided:
         return _take_directly(x, i)
@@ -310,15 +282,16 @@ def _take_in_one_thread(x: Array, i: Array) -> Array:
     i = _computed_once(i)
     half = len(i) // 2
     zero = (i.ravel()[0] >> 31).astype(int32)  # which XLA does not know to be 0
-    rows = jnp.broadcast_to(zero.astype(x.dtype), i.shape + x.shape[1:])
+    shape = i.shape + x.shape[1:]
+    rows = jnp.broadcast_to(zero.astype(x.dtype), shape)
     rows = lax.dynamic_update_slice_in_dim(rows, _take_directly(x, i[:half]), zero, 0)
     return lax.dynamic_update_slice_in_dim(rows, _take_directly(x, i[half:]), zero + half, 0)
 
 
 def _put(i: Array, x: Array, rows: Array) -> Array:
     """x.at[i].set(rows, mode="drop") for `i` [L] that are all different, without a copy of rows."""
-    # Adding 128 images of 12 kB takes 1.8 times as long with it.
-    windows = lax.ScatterDimensionNumbers(tuple(range(1, x.ndim + 1)), (), (0,))
+    item_axes = tuple(range(1, x.ndim + 1))
+    windows = lax.ScatterDimensionNumbers(item_axes, (), (0,))  # adding 128 images of 12 kB: 1.8
     at = jnp.expand_dims(i, 1)
     rows = jnp.expand_dims(rows, 1)
     return lax.scatter(x, at, rows, windows, unique_indices=True, mode="drop")
@@ -326,18 +299,17 @@ def _put(i: Array, x: Array, rows: Array) -> Array:
 
 def _put_one(i: Array, x: Array, row: Array) -> Array:
     """x.at[i].set(row) for `i` [1] in range, as a slice."""
-    # On JAX 0.10.2 a step of 8 environments takes 3.3 times as long in a scan without it.
     row = jnp.where(True, row, x[:1])  # on the mesh of x, which Explicit axes ask for
-    return lax.dynamic_update_slice_in_dim(x, row, i[0], 0)
+    return lax.dynamic_update_slice_in_dim(x, row, i[0], 0)  # on JAX 0.10.2, in a scan: 3.3
 
 
 def _random_below(bound: Array, bits: Array) -> Array:
     """floor(bound * r / 2**64) [B] uint32 of 64 random bits r each, `bits` [2, B] uint32."""
-    # With jax.random.randint drawing 256 items takes 2.7 times as long.
     n = bound.astype(uint32)  # below 2**30
     carried = _upper_half(bits[1], n)
     low = bits[0] * n + carried
-    return _upper_half(bits[0], n) + (low < carried).astype(uint32)
+    carry = (low < carried).astype(uint32)
+    return _upper_half(bits[0], n) + carry  # instead of jax.random.randint, drawing 256 items: 2.7
 
 
 def _upper_half(x: Array, y: Array) -> Array:
@@ -417,13 +389,17 @@ def _as_rows(layout: Layout, name: str, storage: PyTree, items: PyTree, lead: tu
         lead = (*lead, layout.envs)
         axes += "num_envs, "
     _check_items(name, storage, items, lead, axes)
-    items = _as_stored(storage, items)
-    return tree_map(lambda leaf, slots: leaf.reshape(length, *slots.shape[1:]), items, storage)
+    return _reshaped(storage, items, length)
 
 
-def _as_stored(storage: PyTree, items: PyTree) -> PyTree:
-    """Items as arrays of the storage's dtypes."""
-    return tree_map(lambda leaf, slots: jnp.asarray(leaf, slots.dtype), items, storage)
+def _reshaped(storage: PyTree, items: PyTree, length: int) -> PyTree:
+    """Rows [length, N, ...] in the storage's dtypes, of as many items in any shape."""
+
+    def reshaped(leaf: Any, slots: Array) -> Array:
+        shape = (length, *slots.shape[1:])
+        return jnp.asarray(leaf, slots.dtype).reshape(shape)
+
+    return tree_map(reshaped, items, storage)
 
 
 def _length(rows: PyTree) -> int:
@@ -456,8 +432,7 @@ def _advance(layout: Layout, ring: State, rows: PyTree, mask: Any = None) -> Adv
 
 def _position(layout: Layout, indices: Array) -> Array:
     """Where the item of each index stands in storage [T * N, ...]."""
-    # Unsigned, here and in draws: JAX's remainder of what may be negative is a dozen operations,
-    # which XLA repeats for each leaf.
+    # Unsigned, here and in draws: a remainder that may be negative is a dozen operations a leaf.
     indices = indices.astype(uint32)
     cluster = indices % layout.clusters
     index = indices // layout.clusters
@@ -486,12 +461,6 @@ def _is_held(layout: Layout, cursor: Array, size: Array, index: Array, window: i
     return exists & (age >= window) & (age <= size)
 
 
-def _ring_of(state: State, cluster: Any) -> tuple[Array, Array]:
-    """Cursor and size of the ring of each cluster [B]; None: of the only one."""
-    ring = ... if cluster is None else cluster
-    return state.cursor[ring], state.size[ring]
-
-
 def _starts(layout: Layout, cursor: Array, size: Array) -> tuple[Array, Array]:
     """At how many rows a window may start, and the count of the first.
 
@@ -505,12 +474,8 @@ def _starts(layout: Layout, cursor: Array, size: Array) -> tuple[Array, Array]:
 
 
 def _uniform(layout: Layout, state: State, key: Array, count: int, cluster: Any) -> Choice:
-    """Windows, each as likely as the others of its ring.
-
-    64 random bits for each, so that none is favoured by more than 2**-34 of its probability.
-    """
-    cursor, size = _ring_of(state, cluster)
-    starts, first = _starts(layout, cursor, size)
+    """Windows of a ring, all as likely: 64 random bits favour none by more than 2**-34 of that."""
+    starts, first = _starts(layout, state.cursor[cluster], state.size[cluster])
     total = starts * layout.envs
     bits = jax.random.bits(key, (2, count), uint32)
     draw = _random_below(total, bits)
@@ -536,16 +501,11 @@ class Core(NamedTuple):
 
     layout: Layout
     empty: Callable = RingState  # () -> the state before the first row
-    # (layout, state, rows [L, N, ...], mask [L] or None) -> state, slots [L] for `_put`
-    advance: Callable = _advance
-    # (layout, state, key, B, cluster [B] or None) -> a choice in each cluster
-    choose: Callable = _uniform
-    # (layout, state) -> whether there is anything to draw
-    drawable: Callable = _has_start
-    # (layout, state, indices [B], priorities [B]) -> state
-    set_priorities: Any = None
-    # (layout, state, given) -> the indices that are meant by those that the user gives
-    meant: Callable = _as_given
+    advance: Callable = _advance  # (layout, state, rows [L, N, ...], mask [L] or None) -> Advanced
+    choose: Callable = _uniform  # (layout, state, key, B, cluster [B] or ...) -> Choice
+    drawable: Callable = _has_start  # (layout, state) -> is there anything to draw, in each cluster
+    set_priorities: Any = None  # (layout, state, indices [B], priorities [B]) -> state
+    meant: Callable = _as_given  # (layout, state, the indices that a user gives) -> those meant
     gone: str = "an index is not in the buffer (any more)"
     cluster_axis: tuple = ()  # (-1,) if the counters have an axis K
 
@@ -554,7 +514,8 @@ class Core(NamedTuple):
         if not tree_leaves(item):
             raise ValueError(f"init: the item has no arrays in it, got {item!r}")
         lead = (self.layout.slots, self.layout.envs)
-        storage = tree_map(lambda x: jnp.zeros(lead + jnp.shape(x), jnp.result_type(x)), item)
+        item = tree_map(jnp.asarray, item)
+        storage = tree_map(lambda x: jnp.zeros(lead + x.shape, x.dtype), item)
         return self.empty()._replace(storage=storage)
 
     def add(self, state: State, item: PyTree) -> State:
@@ -566,20 +527,24 @@ class Core(NamedTuple):
         _check_state(self, state)
         length = _length(items)
         rows = _as_rows(self.layout, "add_batch", state.storage, items, (length,))
-        if mask is not None:
-            _check_mask(mask, length)
+        dtype = getattr(mask, "dtype", type(mask).__name__)
+        given = f"{dtype}{getattr(mask, 'shape', '')}"
+        wanted = f"bool({length},)"
+        if mask is not None and given != wanted:
+            raise ValueError(f"add_batch: mask is {given}, expected bool and ({length},), by row")
         return self.write(state, rows, mask)
 
     def write(self, state: State, rows: PyTree, mask: Any) -> State:
         """The state after `rows` [L, N, ...], without those where `mask` [L] is False."""
-        new, slot = self.advance(self.layout, state._replace(storage=()), rows, mask)
+        counters = state._replace(storage=())
+        new, slot = self.advance(self.layout, counters, rows, mask)
         put = _put_one if mask is None and len(slot) == 1 else _put
         return new._replace(storage=tree_map(partial(put, slot), state.storage, rows))
 
     def sample(self, state: State, key: Array, batch_size: int) -> Sample:
         _check_state(self, state)
         counters = state._replace(storage=())
-        indices, probabilities = self.choose(self.layout, counters, key, batch_size, None)
+        indices, probabilities = self.choose(self.layout, counters, key, batch_size, ...)
         return Sample(_load(self.layout, state.storage, indices), indices, probabilities)
 
     def add_and_sample(self, state: State, items: PyTree, key: Array, batch_size: int) -> Any:
@@ -589,14 +554,16 @@ class Core(NamedTuple):
 
     def get(self, state: State, indices: Array) -> PyTree:
         _check_state(self, state)
-        return _load(self.layout, state.storage, self.meant(self.layout, state, indices))
+        indices = self.meant(self.layout, state, indices)
+        return _load(self.layout, state.storage, indices)
 
     def are_stored(self, state: State, indices: Array, window: int = 1) -> Array:
         """Whether the `window` rows from each of the given indices are stored."""
         _check_state(self, state)
         indices = self.meant(self.layout, state, indices)
-        cluster = indices % self.layout.clusters if state.cursor.ndim else None
-        cursor, size = _ring_of(state, cluster)
+        cluster = indices % self.layout.clusters if state.cursor.ndim else ...
+        cursor = state.cursor[cluster]
+        size = state.size[cluster]
         return _is_held(self.layout, cursor, size, indices // self.layout.clusters, window)
 
     def update_all(self, state: State, fn: Callable) -> State:
@@ -606,9 +573,7 @@ class Core(NamedTuple):
         new = jax.vmap(fn)(items)
         lead = (self.layout.slots * self.layout.envs,)
         _check_items("update: fn's result", state.storage, new, lead, "max_size, ")
-        new = _as_stored(state.storage, new)
-        storage = tree_map(lambda leaf, slots: leaf.reshape(slots.shape), new, state.storage)
-        return state._replace(storage=storage)
+        return state._replace(storage=_reshaped(state.storage, new, self.layout.slots))
 
     def update_at(self, state: State, fn: Callable, indices: Array, args: tuple) -> State:
         """`fn` on the items at `indices` [B], which must be held to be written."""
@@ -622,10 +587,7 @@ class Core(NamedTuple):
         is_stored = self.are_stored(state, indices)
         slot = jnp.where(is_stored, position // layout.envs, layout.slots)
         env = position % layout.envs
-        new = _as_stored(state.storage, new)
-        storage = tree_map(
-            lambda x, rows: x.at[slot, env].set(rows, mode="drop"), state.storage, new
-        )
+        storage = tree_map(lambda x, y: x.at[slot, env].set(y, mode="drop"), state.storage, new)
         return state._replace(storage=storage)
 
     def weigh(self, state: State, indices: Array, priorities: Array) -> State:
@@ -773,7 +735,8 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
     @partial(jax.jit, static_argnames="n", donate_argnames="state" if donate else None)
     def compiled_pop(state: RingState, n: int) -> Any:
         items = core.get(state, jnp.arange(n))
-        return state._replace(size=jnp.maximum(state.size - n, 0)), items
+        size = jnp.maximum(state.size - n, 0)
+        return state._replace(size=size), items
 
     def pop(state: RingState, n: int) -> Any:
         if _positive("n", n) > max_size:
@@ -827,11 +790,10 @@ def uniform_replay(
 
 
 # ---------------------------------------------------------------------------------------- sum tree
-#
-# `tree` has a weight for each position, and after them further levels: node i of the next level is
-# the sum of nodes 4 i to 4 i + 3, recomputed when one changes: a difference added to it would leave
-# a rounding error for good. Levels are padded to a multiple of 4. Those of at most TOP nodes are in
-# `top`, and are summed anew as a whole; the last one has 4.
+# `tree` has a weight for each position, then further levels: node i of a level is the sum of nodes
+# 4 i to 4 i + 3 of the one before, recomputed when one changes: differences would leave rounding
+# errors. Levels are padded to a multiple of 4. Those of at most TOP nodes are in `top`, summed anew
+# as a whole; the last one has 4.
 TOP = 256
 # With 24 bits a float32 tells the nodes of this many levels (2**14) apart, and not those of many
 # more: a single number would favour some of ten million items and miss others.
@@ -872,44 +834,39 @@ def _set_weights(
     """The state with `weights` [B] at `positions` [B], in the rows where `where` [B] is True."""
     positions, weights, where = map(_at_least_two, (positions, weights, where))
     past_end = state.tree.size
-    tree = state.tree.at[jnp.where(where, positions, past_end)].set(weights, mode="drop")
+    at = jnp.where(where, positions, past_end)
+    tree = state.tree.at[at].set(weights, mode="drop")
     node = jnp.where(where, positions, 0).astype(uint32)  # the sums above 0 stay right
     in_tree = [level for level in levels if not level.in_top]
     for below, level in itertools.pairwise(in_tree):
         node = _computed_once(node // 4)
         children = _take(tree.reshape(-1, 4), below.start + node)
-        tree = tree.at[4 * level.start + node].set(_sums(children), mode="promise_in_bounds")
-    return state._replace(tree=tree, top=_top_of(tree, levels, in_tree[-1]))
-
-
-def _top_of(tree: Array, levels: list[Level], below: Level) -> Array:
-    """All levels of `top`, of which the first has the sums of the level `below` it in `tree`."""
-    nodes = tree[4 * below.start : 4 * (below.start + below.groups)]
+        sums = _sums(children)
+        tree = tree.at[4 * level.start + node].set(sums, mode="promise_in_bounds")
+    last = in_tree[-1]
+    nodes = tree[4 * last.start : 4 * (last.start + last.groups)]
     top = []
-    for level in levels:
-        if level.in_top:
-            sums = _sums(nodes.reshape(-1, 4))
-            nodes = jnp.pad(sums, (0, 4 * level.groups - len(sums)))
-            top.append(nodes)
-    return jnp.concatenate(top)
+    for level in levels[len(in_tree) :]:
+        sums = _sums(nodes.reshape(-1, 4))
+        nodes = jnp.pad(sums, (0, 4 * level.groups - len(sums)))
+        top.append(nodes)
+    return state._replace(tree=tree, top=jnp.concatenate(top))
 
 
-def _draw_positions(state: State, capacity: int, key: Array, count: int, tree: Any) -> Choice:
+def _draw_positions(state: State, capacity: int, key: Array, count: int, cluster: Any) -> Choice:
     """Positions [B] uint32 in proportion to their weights, one from each of B equal shares.
 
     Stratified as in Schaul et al. 2016, section 3.3. With their probabilities; both are 0 if no
-    weight is above 0. `tree` [B] uint32 is each draw's; None if there is only one.
+    weight is above 0. `cluster` [B] int32 has the tree of each draw; ... if there is only one.
     """
     _, *levels = reversed(_levels(capacity))  # below the root, which is the last one
     numbers = -(-(1 + len(levels)) // LEVELS_PER_DRAW)
     uniform = jax.random.uniform(key, (numbers, count))
     fraction = (jnp.arange(count, dtype=float32) + uniform[0]) / count  # of the node's weight
-    root = state.top[..., -4:]
-    if tree is None:
-        tree = np.uint32(0)
-    else:
-        root = root[tree]
-    node, fraction = _choose_child(jnp.broadcast_to(root, (count, 4)), fraction)
+    tree = np.uint32(0) if cluster is ... else cluster.astype(uint32)
+    root = state.top[..., -4:][cluster]
+    children = jnp.broadcast_to(root, (count, 4))
+    node, fraction = _choose_child(children, fraction)
     for depth, level in enumerate(levels, start=1):
         nodes = state.top if level.in_top else state.tree
         first = tree * (nodes.shape[-1] // 4) + level.start
@@ -917,19 +874,22 @@ def _draw_positions(state: State, capacity: int, key: Array, count: int, tree: A
         if depth % LEVELS_PER_DRAW == 0:
             fraction = uniform[depth // LEVELS_PER_DRAW]
         child, fraction = _choose_child(children, fraction)
-        node, fraction = _before_next(_computed_once(4 * node + child), fraction)
-    weight = _take(state.tree.ravel(), tree * state.tree.shape[-1] + node)
+        node = _computed_once(4 * node + child)
+        # Else XLA computes this level once more for each below it: in a scan 1.25 times as long.
+        node, fraction = lax.optimization_barrier((node, fraction))
+    first = tree * state.tree.shape[-1]
+    weight = _take(state.tree.ravel(), first + node)
     total = root.sum(axis=-1)
     probabilities = weight / jnp.where(total > 0, total, 1)
-    return _after_reading(node, probabilities), probabilities
+    # They wait for the reads: else a scan that draws and sets copies the tree, 4 times as long.
+    return jnp.where(probabilities >= 0, node, 0), probabilities
 
 
 def _choose_child(weights: Array, fraction: Array) -> tuple[Array, Array]:
     """Which of 4 children, of `weights` [B, 4], is at a fraction [B] of their sum: [B] uint32.
 
     And at which fraction of that child's weight. First it is the left or the right pair, then one
-    of it. Never the right one if that has no weight: so what has none is never drawn, in whichever
-    way the sums were rounded.
+    of it, never the right one if that has no weight: it would be drawn where sums were rounded.
     """
     a, b, c, d = weights.T
     target = fraction * _sums(weights)
@@ -976,29 +936,22 @@ def prioritised_replay(
     def weight(priorities: Array) -> Array:
         return jnp.minimum(priorities**priority_exponent, largest)
 
+    def empty() -> PrioritisedState:
+        levels = _levels(layout.capacity)
+        tree_size = 4 * sum(level.groups for level in levels if not level.in_top)
+        top_size = 4 * sum(level.groups for level in levels if level.in_top)
+        tree = jnp.zeros(tree_size, float32)
+        return PrioritisedState(tree=tree, top=jnp.zeros(top_size, float32))
+
     core = Core(
         layout,
-        empty=partial(_empty_prioritised, layout),
+        empty=empty,
         advance=partial(_advance_prioritised, weight),
         choose=_choose_prioritised,
         drawable=_has_weight,
         set_priorities=partial(_set_priorities_of, weight),
     )
     return _replay(core, donate)
-
-
-def _empty_prioritised(layout: Layout) -> PrioritisedState:
-    levels = _levels(layout.capacity)
-    tree_size = 4 * sum(level.groups for level in levels if not level.in_top)
-    top_size = 4 * sum(level.groups for level in levels if level.in_top)
-    return PrioritisedState(
-        storage=(),
-        cursor=int32(0),
-        size=int32(0),
-        tree=jnp.zeros(tree_size, float32),
-        top=jnp.zeros(top_size, float32),
-        max_priority=float32(0),
-    )
 
 
 def _advance_prioritised(
@@ -1008,22 +961,18 @@ def _advance_prioritised(
     new, slots = _advance(layout, state, rows, mask)
     length = _length(rows)
     count = length if mask is None else jnp.sum(mask, dtype=int32)
-    # Row k counts from the first of these rows. The windows that one of them completes start up to
-    # W - 1 rows before it.
+    # Row k counts from the first of these; windows that it completes start up to W - 1 before it.
     k = jnp.arange(1 - layout.window, length)
     is_changed = (k >= -state.size) & (k >= count - layout.rows) & (k < count)
     row = state.cursor + k
     is_start = (k <= count - layout.window) & (row % layout.period == 0)
     new_weight = weight(jnp.where(state.max_priority > 0, state.max_priority, 1))
-    weights = jnp.where(is_start, new_weight, 0)
-    positions = row[:, None] % layout.rows * layout.envs + jnp.arange(layout.envs)[None]
-    new = _set_weights(
-        new,
-        _levels(layout.capacity),
-        positions.reshape(-1),
-        jnp.repeat(weights, layout.envs),
-        jnp.repeat(is_changed, layout.envs),
-    )
+    weights = jnp.repeat(jnp.where(is_start, new_weight, 0), layout.envs)
+    is_changed = jnp.repeat(is_changed, layout.envs)
+    slot = row % layout.rows
+    env = jnp.arange(layout.envs)[None]
+    positions = (slot[:, None] * layout.envs + env).reshape(-1)
+    new = _set_weights(new, _levels(layout.capacity), positions, weights, is_changed)
     return new, slots
 
 
@@ -1031,12 +980,10 @@ def _choose_prioritised(
     layout: Layout, state: State, key: Array, count: int, cluster: Any
 ) -> Choice:
     """Windows in proportion to their weights, of all of its ring."""
-    tree = None if cluster is None else cluster.astype(uint32)
-    positions, probabilities = _draw_positions(state, layout.capacity, key, count, tree)
+    positions, probabilities = _draw_positions(state, layout.capacity, key, count, cluster)
     slot = positions // layout.envs
     env = positions % layout.envs
-    cursor, _ = _ring_of(state, cluster)
-    newest = (cursor + layout.modulus - 1).astype(uint32)
+    newest = (state.cursor[cluster] + layout.modulus - 1).astype(uint32)
     row = (newest - (newest - slot) % layout.rows) % layout.modulus  # the last written to that slot
     return (row * layout.envs + env).astype(int32), probabilities
 
@@ -1131,32 +1078,27 @@ def clustered_replay(
     return _replay(core, donate)
 
 
-def _cluster_of(clustering_fn: Callable, layout: Layout, rows: PyTree) -> Array:
-    """The cluster [L] of each row [L, N, ...]."""
-    items = rows if layout.streams else tree_map(lambda leaf: leaf[:, 0], rows)
-    cluster = jnp.asarray(jax.vmap(clustering_fn)(items))
-    if cluster.ndim != 1 or not jnp.issubdtype(cluster.dtype, jnp.integer):
-        raise TypeError(f"clustering_fn must return one integer, got {jax.typeof(cluster)}")
-    return jnp.clip(cluster, 0, layout.clusters - 1)
-
-
 def _advance_clusters(
     inner: Core, clustering_fn: Callable, layout: Layout, state: State, rows: PyTree, mask: Any
 ) -> Advanced:
     """Every cluster advances by all rows, of which those of others are left out."""
-    cluster = _cluster_of(clustering_fn, layout, rows)
+    items = rows if layout.streams else tree_map(lambda leaf: leaf[:, 0], rows)
+    cluster = jnp.asarray(jax.vmap(clustering_fn)(items))  # [L]
+    if cluster.ndim != 1 or not jnp.issubdtype(cluster.dtype, jnp.integer):
+        raise TypeError(f"clustering_fn must return one integer, got {jax.typeof(cluster)}")
+    cluster = jnp.clip(cluster, 0, layout.clusters - 1)
     is_member = jax.nn.one_hot(cluster, layout.clusters, dtype=bool, axis=0)  # [K, L]
     if mask is not None:
         is_member &= mask[None]
-
     advance = partial(inner.advance, layout, rows=rows)
     new, slots = jax.vmap(lambda s, m: advance(s, mask=m))(state, is_member)  # slots [K, L]
     slot = jnp.min(slots, axis=0)  # past the end in all rings but that of its cluster
-    return new, jnp.where(slot < layout.rows, layout.rows * cluster + slot, slot)
+    is_kept = slot < layout.rows
+    return new, jnp.where(is_kept, layout.rows * cluster + slot, slot)
 
 
 def _choose_clustered(
-    inner: Core, power: float, layout: Layout, state: State, key: Array, count: int, _: None
+    inner: Core, power: float, layout: Layout, state: State, key: Array, count: int, _: Any
 ) -> Choice:
     """For each draw a cluster, then a window of it."""
     cluster_key, key = jax.random.split(key)
@@ -1165,7 +1107,8 @@ def _choose_clustered(
     weights = jnp.where(inner.drawable(layout, state), weights, 0)
     # As jax.random.choice, but all comparisons at once, and the sum taken from what it adds up:
     sums = jnp.cumsum(weights)
-    target = sums[-1] * (1 - jax.random.uniform(cluster_key, (count,)))
+    uniform = jax.random.uniform(cluster_key, (count,))
+    target = sums[-1] * (1 - uniform)
     cluster = jnp.searchsorted(sums, target, method="compare_all")
     share = weights[cluster] / jnp.maximum(sums[-1], TINY)
     key = _key_after(key, cluster, cluster)
@@ -1209,7 +1152,8 @@ def n_step_return(
     is_taken = ends_before == 0
     steps = jnp.sum(is_taken, axis=1, dtype=int32)
     powers = float32(gamma) ** jnp.arange(n, dtype=float32)
-    total = jnp.sum(jnp.where(is_taken, reward, 0) * powers[None], axis=1)
+    taken = jnp.where(is_taken, reward, 0)
+    total = jnp.sum(taken * powers[None], axis=1)
     is_terminated = jnp.any(is_taken & terminated, axis=1)
     discount = float32(gamma) ** steps.astype(float32)
     return total, jnp.where(is_terminated, 0, discount), steps
@@ -1233,7 +1177,8 @@ def stack_frames(frames: Any, count: int, mask: Any) -> Any:
     stacks = []
     for last in range(count - 1, frames.shape[1]):
         first = last - count + 1
-        goes_on = lax.cumprod(mask[:, first:last].astype(int32), axis=1, reverse=True)
+        is_step = mask[:, first:last].astype(int32)
+        goes_on = lax.cumprod(is_step, axis=1, reverse=True)
         is_kept = jnp.pad(goes_on > 0, ((0, 0), (0, 1)), constant_values=True)
         is_kept = jnp.expand_dims(is_kept, range(2, frames.ndim))
         stacks.append(jnp.where(is_kept, frames[:, first : last + 1], 0))
