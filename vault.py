@@ -1,11 +1,9 @@
 """Experience on disk: every row that a replay buffer was given, in zarr arrays, beyond its ring.
+Row r of a run is row r of its vault: a resumed run writes over what came after its checkpoint.
 
     vault = Vault("runs/experience", item, num_envs=8)  # as `init` of the buffer takes them
     vault.write(state)  # now and then: the rows that were added since the last time
     items = vault.read(0, len(vault))  # NumPy arrays, of the item's structure
-
-Row r of a run is row r of its vault: writing twice is harmless, a resumed run writes over what came
-after its checkpoint. Each leaf is a zarr 3 array; `vault.json` says how many rows count.
 """
 
 import fcntl
@@ -14,12 +12,10 @@ import operator
 import os
 import weakref
 import zlib
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
@@ -45,48 +41,45 @@ def describe(items: Any, axes: int = 0) -> dict[str, str]:
     for path, leaf in tree_leaves_with_path(items):
         name = keystr(path, simple=True, separator=".") or "item"
         shape = jnp.shape(leaf)[axes:]
-        leaves[quote(name, safe="")] = f"{jnp.result_type(leaf)}{[*shape]}"
+        dtype = jnp.result_type(leaf)
+        leaves[quote(name, safe="")] = f"{dtype}{[*shape]}"
     return leaves
-
-
-@partial(jax.jit, static_argnums=2)
-def ring_rows(storage: Any, slots: Any, axes: int) -> Any:
-    """The rows of a ring at `slots`; its leaves have that many axes of 1 in front."""
-    return tree_map(lambda leaf: leaf.reshape(leaf.shape[axes:])[slots], storage)
 
 
 def newest(state: Any, ring: int, count: int) -> Any:
     """The newest `count` rows of a ring, as NumPy arrays."""
     more = min(2 ** count.bit_length(), ring)  # of which few sizes are compiled
-    slots = (state.cursor.item() + np.arange(-more, 0)) % ring
-    rows = jax.device_get(ring_rows(state.storage, slots, state.cursor.ndim))
+    end = state.cursor.item()
+    slots = np.arange(end - more, end) % ring
+    at = (0,) * state.cursor.ndim + (slots,)
+    rows = tree_map(lambda leaf: np.asarray(leaf[at]), state.storage)
     return tree_map(lambda leaf: leaf[more - count :], rows)
 
 
-def bytes_of(items: Any, count: int) -> list[bytes]:
-    """All bytes of each of the first rows."""
+def bytes_of(items: Any, count: int) -> list:
+    """The bytes of the first rows' leaves, but not of flags: a resume changes those of the last."""
     leaves = tree_leaves(items)
-    return [b"".join(leaf[row].tobytes() for leaf in leaves) for row in range(count)]
+    compared = [leaf for leaf in leaves if leaf.dtype != bool] or leaves  # all are flags
+    return [tuple(leaf[row].tobytes() for leaf in compared) for row in range(count)]
 
 
 class Vault:
     """The experience of one run, in a folder that is made if it is not there.
 
     Args:
-      path: the folder. Any number of processes may read, one may write. Linux and macOS.
-      item: as for `init` of the buffer, an item of one environment: arrays of any dtype.
-      num_envs: as for the buffer; None for a buffer of items.
-      create: whether a folder without a vault is made into one. False: nothing is written.
+      path: the folder. Any number of processes may read, with no right to write, and one may write.
+      item, num_envs: as for the buffer: an item of one environment, of any dtypes; None for items.
+      create: if False, nothing is written: FileNotFoundError for a folder without a vault.
 
-    What this user may not write to can be read. FileNotFoundError if there is no vault and `create`
-    is False; ValueError if it holds other items or was damaged; TypeError for typed keys.
+    ValueError if it holds other items or was damaged; TypeError for typed keys. Linux and macOS.
     """
 
     def __init__(self, path: Any, item: Any, num_envs: Any = None, *, create: bool = True) -> None:
         if "key<" in str(describe(item)):
             raise TypeError("the item has a typed key: store what jax.random.key_data gives for it")
         item = tree_map(jnp.asarray, item)
-        row = tree_map(lambda x: np.zeros((num_envs or 1, *x.shape), x.dtype), item)
+        envs = num_envs or 1
+        row = tree_map(lambda x: np.zeros((envs, *x.shape), x.dtype), item)
         self.env = 0 if num_envs is None else slice(None)
         self.leaves = describe(row)
         self.path = Path(path).absolute()
@@ -95,8 +88,10 @@ class Vault:
             self.path.mkdir(parents=True, exist_ok=True)
         elif not self.about.exists():
             raise FileNotFoundError(f"{self.path} holds no vault")
-        self.files = ts.KvStore.open({"driver": "file", "path": f"{self.path}/"}).result()
-        if not any(path == self.about or path.is_dir() for path in self.path.iterdir()):
+        folder = {"driver": "file", "path": f"{self.path}/"}
+        self.files = ts.KvStore.open(folder).result()
+        has_arrays = any(path.is_dir() for path in self.path.iterdir())
+        if not self.about.exists() and not has_arrays:
             self._count(0)
         len(self)  # compares the leaves
         self.lock: Any = None  # opened by the first write, which a reader has no right to
@@ -105,7 +100,8 @@ class Vault:
 
     def _open(self, name: str, row: np.ndarray) -> Any:
         """The array [rows, N, ...] of a leaf; its length is one that no run reaches."""
-        rows = min(CHUNK_BYTES // max(row.nbytes, 1), CHUNK_ROWS)
+        fitting = CHUNK_BYTES // max(row.nbytes, 1)
+        rows = min(fitting, CHUNK_ROWS)
         chunk = [max(size, 1) for size in (rows, *row.shape)]
         codecs = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
         grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
@@ -150,36 +146,35 @@ class Vault:
         """Appends the rows that `state` has and the vault has not; returns how many.
 
         It is that of a `uniform_replay`, `prioritised_replay` or `circular_buffer`. After a resume
-        write the restored state first: it drops the vault's rows that came after it.
-
-        ValueError if rows were overwritten or popped before they were written, or if the state is
-        another run's or buffer's; BlockingIOError if another process writes; PermissionError.
+        write the restored one first: rows after it are dropped. ValueError if rows are gone, or it
+        is another buffer's, or another run's: of the last rows that both have none is alike, but
+        for flags, which a resume changes. BlockingIOError for a second writer; PermissionError.
         """
-        self._take_lock()
-        given = describe(state.storage, state.cursor.ndim + 1)
-        if given != self.leaves:
-            raise ValueError(f"the state holds {given}, {self.path} {self.leaves}")
-        axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
-        ring, envs, *_ = tree_leaves(state.storage)[0].shape[axes:]
-        known, new = self._new_rows(state, cursor_modulus(ring, envs))
-        same = min(COMPARED, state.size.item() - new, known)
-        items = newest(state, ring, same + new)
-        self._check_run(known, same, items)
-        span = slice(known - same, known + new)  # what is compared is written again: it is the same
-        writes = tree_map(lambda array, rows: array[span].write(rows), self.arrays, items)
-        tree_map(lambda write: write.result(), writes)
-        self._count(known + new)
-        return new
-
-    def _take_lock(self) -> None:
-        """Keeps others from writing, until the process ends or forgets this vault."""
         if self.lock is None:
             self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
             weakref.finalize(self, os.close, self.lock)
-        try:
+        try:  # kept until the process ends or forgets this vault
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BlockingIOError(f"{self.path} is written by another process") from error
+        axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
+        given = describe(state.storage, axes + 1)
+        if given != self.leaves:
+            raise ValueError(f"the state holds {given}, {self.path} {self.leaves}")
+        leaf = tree_leaves(state.storage)[0]
+        ring, envs, *_ = leaf.shape[axes:]
+        modulus = cursor_modulus(ring, envs)
+        known, new = self._new_rows(state, modulus)
+        older = state.size.item() - new
+        same = min(COMPARED, older, known)
+        items = newest(state, ring, same + new)
+        self._check_run(known, same, items)
+        end = known + new
+        span = slice(known - same, end)  # what is compared is written again, with its flags of now
+        writes = tree_map(lambda array, rows: array[span].write(rows), self.arrays, items)
+        tree_map(lambda write: write.result(), writes)
+        self._count(end)
+        return new
 
     def _new_rows(self, state: Any, modulus: int) -> tuple[int, int]:
         """How many rows of the vault the state's run has written, and how many it has since."""
@@ -196,9 +191,10 @@ class Vault:
     def _check_run(self, known: int, same: int, items: Any) -> None:
         """Raises unless one of the `same` rows up to `known` is as in `items`, or none is there."""
         rows = len(self)
+        if rows == 0 or (known > 0 and same == 0):
+            return
         stored = bytes_of(self.read(known - same, known), same)
         given = bytes_of(items, same)
-        is_same = known > 0 and (same == 0 or any(map(operator.eq, stored, given)))
-        if rows > 0 and not is_same:
+        if not any(map(operator.eq, stored, given)):
             hint = "take a new path for a new run; after a resume write the restored state first"
             raise ValueError(f"{self.path} has {rows} rows of another run: {hint}")

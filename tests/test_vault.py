@@ -109,6 +109,35 @@ def test_another_run_is_an_error(tmp_path):
     assert_holds(new, 0, 8)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_resume_changes_flags_of_the_last_rows_and_it_is_the_same_run(tmp_path, count):
+    item = {"reward": 0.0, "is_step": True}
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, item, num_envs=2)
+    reward = np.arange(10, dtype=np.float32).reshape(5, 2)
+    steps = {"reward": reward, "is_step": np.ones((5, 2), bool)}
+    checkpoint = jax.tree.map(lambda x: x[:count], steps)
+    state = replay.add_batch(replay.init(item), checkpoint)
+    vault.write(state)
+    other = checkpoint | {"reward": checkpoint["reward"] + 1}
+    with pytest.raises(ValueError, match=f"{count} rows of another run"):
+        vault.write(replay.add_batch(replay.init(item), other))
+    assert vault.write(state) == 0
+    is_step = state.storage["is_step"].at[count - min(count, 2) : count].set(False)
+    state = state._replace(storage=state.storage | {"is_step": is_step})
+    assert vault.write(replay.add_batch(state, steps)) == 5
+    got = vault.read(0, count + 5)
+    np.testing.assert_array_equal(got["reward"], np.concatenate([reward[:count], reward]))
+    changed = range(count - min(count, 2), count)
+    assert got["is_step"][:, 0].tolist() == [row not in changed for row in range(count + 5)]
+
+
+def test_rows_of_flags_alone_are_compared(tmp_path):
+    replay, vault = buffers.uniform_replay(20), Vault(tmp_path, True)
+    vault.write(replay.add_batch(replay.init(True), np.ones(3, bool)))
+    with pytest.raises(ValueError, match="3 rows of another run"):
+        vault.write(replay.add_batch(replay.init(True), np.zeros(3, bool)))
+
+
 def test_the_count_of_rows_is_followed_past_its_modulus(tmp_path):
     replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
     begin = 2**30 // 20 * 10 - 7  # rows of a run up to here, of which the vault has the last 10
