@@ -253,21 +253,13 @@ class DQN:
         args = self.args
         observation = buffers.stack_frames(window.observation, args.frame_stack, window.is_step)
         first = args.frame_stack - 1  # the steps before it only fill its stack
-        reward, discount, steps = buffers.n_step_return(
-            window.reward[:, first:-1],
-            window.terminated[:, first:-1],
-            window.truncated[:, first:-1],
-            args.gamma,
-        )
-        next_observation = observation[jnp.arange(len(steps)), steps]
-        return Transition(
-            observation[:, 0],
-            window.action[:, first],
-            reward,
-            discount,
-            next_observation,
-            is_valid=window.is_step[:, first],
-        )
+        steps = slice(first, first + args.n_step)
+        ends = (window.terminated[:, steps], window.truncated[:, steps])
+        reward, discount, taken = buffers.n_step_return(window.reward[:, steps], *ends, args.gamma)
+        last = observation[jnp.arange(len(taken)), taken]
+        action = window.action[:, first]
+        is_valid = window.is_step[:, first]
+        return Transition(observation[:, 0], action, reward, discount, last, is_valid)
 
     def loss(self, params: Array, target_params: Array, batch: Transition, weights: Array) -> tuple:
         """Weighted mean squared TD error of the batch; the metrics and the TD errors [B]."""
