@@ -10,6 +10,9 @@ functions in JAX. A log interval is then one call of one program:
             the agent learns from the S * N steps     # update_training of the script
 """
 
+import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
@@ -139,6 +143,49 @@ class FunctionalEnvs:
         return returns, is_over
 
 
+def join_processes(
+    stop: Callable[[], bool], address: str | None, num_processes: int | None, process_id: int | None
+) -> Callable[[], bool]:
+    """Makes this process one of those that train together. Only the first one prints.
+
+    None is what JAX finds out by itself under SLURM, Open MPI and Kubernetes. Returns a function
+    that says whether `stop` is true in any of the processes, which all call it at the same time.
+    ConnectionError if they do not find each other.
+    """
+    wait: dict = {}
+    if jax.__version_info__ >= (0, 8, 2):
+        wait["shutdown_timeout_seconds"] = 60  # for the others, where this process has failed
+    try:
+        jax.distributed.initialize(address, num_processes, process_id, **wait)
+    except (RuntimeError, ValueError) as error:
+        raise ConnectionError(f"distributed: {error}") from error
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the end
+    return lambda: bool(multihost_utils.process_allgather(np.bool_(stop())).any())
+
+
+def make_mesh(num_seeds: int, num_envs: int, num_devices: int) -> Mesh:
+    """The devices ["seeds", "envs"] of a run, `num_devices` of each process.
+
+    As many agents lie side by side as divide the devices; the others of them share an agent.
+    """
+    devices = []
+    for process in range(jax.process_count()):
+        local = jax.local_devices(process)
+        if len(local) < num_devices:
+            raise ValueError(f"num_devices: {num_devices} are wanted, only {len(local)} are there")
+        devices += local[:num_devices]
+    side_by_side = math.gcd(num_seeds, len(devices))
+    grid = np.reshape(devices, (side_by_side, -1))
+    devices_of_one = grid.shape[1]
+    if num_envs % devices_of_one > 0:
+        raise ValueError(
+            f"num_devices: {len(devices)} devices for {num_seeds} agents are {devices_of_one} "
+            f"for each, which do not divide its {num_envs} environments"
+        )
+    return Mesh(grid, ("seeds", "envs"))
+
+
 class CompiledLoop:
     """Trains num_seeds agents. It has the methods of a script's `OrdinaryLoop`.
 
@@ -167,31 +214,20 @@ class CompiledLoop:
         self.start_training = start_training
         self.update_training = update_training
         self.longest_episode = longest_episode
-        self.evaluate_all = jax.jit(jax.vmap(self.evaluate_one))
         self.place_on_devices()
+        evaluate_all = jax.vmap(self.evaluate_one, spmd_axis_name="seeds")
+        self.evaluate_all = jax.jit(evaluate_all, out_shardings=self.everywhere)
 
     def place_on_devices(self) -> None:
-        """Spreads many agents over the devices, or the environments of one.
+        """Says where the state of training lies; JAX makes the program for that.
 
-        Only where the state lies is said here. JAX does the rest.
+        Agents are spread over the axis "seeds" of the mesh, the environments of an agent over
+        "envs". All else that belongs to an agent is whole on each of its devices.
         """
-        one_agent = self.run.num_seeds == 1
-        parts = self.alg.args.num_envs if one_agent else self.run.num_seeds
-        wanted = self.run.num_devices
-        devices = jax.devices()[:wanted]
-        if len(devices) < wanted:
-            raise ValueError(f"num_devices: {wanted} are wanted, only {len(devices)} are there")
-        if parts % wanted > 0:
-            what = "num_envs" if one_agent else "num_seeds"
-            raise ValueError(f"num_devices: {wanted} devices do not divide {what}, {parts}")
-        mesh = Mesh(np.array(devices), "devices")
-        self.everywhere = NamedSharding(mesh, PartitionSpec())
-        if one_agent:
-            self.agents_on = self.everywhere
-            self.envs_on = NamedSharding(mesh, PartitionSpec(None, "devices"))
-        else:
-            self.agents_on = NamedSharding(mesh, PartitionSpec("devices"))
-            self.envs_on = self.agents_on
+        self.mesh = make_mesh(self.run.num_seeds, self.alg.args.num_envs, self.run.num_devices)
+        self.everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self.agents_on = NamedSharding(self.mesh, PartitionSpec("seeds"))
+        self.envs_on = NamedSharding(self.mesh, PartitionSpec("seeds", "envs"))
 
     def start(self) -> Any:
         """The Training of all agents [num_seeds, ...] before the first step, on the devices."""
@@ -201,17 +237,16 @@ class CompiledLoop:
             return training._replace(envs=self.envs.reset(env_key, self.alg.args.num_envs))
 
         # One after the other: XLA hangs in ten QR decompositions at once.
-        start_all = jax.jit(partial(jax.lax.map, start_one))
+        start_all = partial(jax.lax.map, start_one)
         seeds = (self.run.seed + np.arange(self.run.num_seeds)).astype(np.uint32)
-        training = start_all(seeds)
-        places = training._replace(
+        places = jax.eval_shape(start_all, seeds)._replace(
             agent=self.agents_on,
             key=self.agents_on,
             current=self.agents_on,
-            ended=self.agents_on,
+            ended=self.everywhere,  # each process reads it
             envs=self.envs_on,
         )
-        return jax.device_put(training, places)
+        return jax.jit(start_all, out_shardings=places)(seeds)
 
     def iterate(self, training: Any, schedule: dict) -> tuple[Any, dict]:
         """An iteration of one agent: a rollout, and what is learned from it."""
@@ -219,6 +254,9 @@ class CompiledLoop:
         noise = self.alg.draw_noise(noise_key, schedule)
         policy = self.alg.policy(training.agent)
         env_state, rollout = self.envs.collect(training.envs, policy, noise, env_key)
+        # Whole on each device: XLA would split a replay like what is stored in it, and put it
+        # together again for each draw.
+        rollout = jax.lax.with_sharding_constraint(rollout, self.everywhere)
         training = training._replace(envs=env_state, key=key)
         training, metrics, _ = self.update_training(training, rollout, schedule)
         return training, metrics
@@ -229,18 +267,23 @@ class CompiledLoop:
         training, metrics = jax.lax.scan(self.iterate, training, schedules)
         return training, jax.tree.map(lambda x: x[-1], metrics)
 
+    def program(self, training: Any) -> Callable:
+        """Training [num_seeds, ...], schedules -> the same after a log interval, and metrics."""
+        places = jax.tree.map(lambda x: x.sharding, training)
+        return jax.jit(
+            jax.vmap(self.run_interval, in_axes=(0, None), spmd_axis_name="seeds"),
+            donate_argnums=0,
+            out_shardings=(places, self.everywhere),
+        )
+
     def intervals(self, training: Any, steps: range) -> Iterator[tuple[int, Any, dict]]:
         """Trains: yields the step, the Training and the metrics after each log interval."""
-        places = jax.tree.map(lambda x: x.sharding, training)
-        run_all = jax.jit(
-            jax.vmap(self.run_interval, in_axes=(0, None)),
-            donate_argnums=0,
-            out_shardings=(places, None),
-        )
+        program = self.program(training)
         for begin in steps:
             end = begin + steps.step
             starts = np.arange(begin, end, self.alg.steps_per_iteration)
-            training, metrics = run_all(training, self.alg.schedule(starts))
+            with jax.sharding.set_mesh(self.mesh):  # over which `split_rows` splits batches
+                training, metrics = program(training, self.alg.schedule(starts))
             yield end, training, metrics
 
     def evaluate_one(self, policy: Any) -> tuple[Array, Array]:

@@ -24,6 +24,7 @@ B are the rows of a batch, A the actions, or the axes of one in a Box.
 import importlib
 import json
 import math
+import multiprocessing
 import re
 import shutil
 import signal
@@ -35,7 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -50,6 +51,7 @@ import orbax.checkpoint as ocp
 import tyro
 from gymnasium.vector import VectorEnv
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -260,11 +262,9 @@ class PPO:
         num_actions = action_space.shape[0] if self.is_box else int(action_space.n)
         self.no_noise = np.zeros(num_actions, np.float32)
         action = self.no_noise if self.is_box else np.int32(0)
-        flags = [np.False_] * 3
-        self.example = Step(observation, action, np.float32(0), *flags)
+        self.example = Step(observation, action, np.float32(0), *[np.False_] * 3)
         self.network = ActorCritic(num_actions, self.is_box)
-        key = jax.random.PRNGKey(0)
-        shapes = jax.eval_shape(self.network.init, key, observation[None])
+        shapes = jax.eval_shape(self.network.init, jax.random.PRNGKey(0), observation[None])
         _, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, shapes))
         clip = optax.clip_by_global_norm(args.max_grad_norm)
         # Without the learning rate, which is in the schedule.
@@ -383,7 +383,7 @@ class PPO:
 
         def gradient_step(carry: tuple, indices: Array) -> tuple[tuple, Array]:
             params, opt_state = carry
-            minibatch = jax.tree.map(lambda x: x[indices], batch)
+            minibatch = split_rows(jax.tree.map(lambda x: x[indices], batch))
             gradient, losses = gradient_of_loss(params, minibatch)
             changes, opt_state = self.optimizer.update(gradient, opt_state)
             params = params - schedule["learning_rate"] * changes
@@ -478,7 +478,8 @@ class Run:
     env_kwargs: str = "{}"  # arguments of the environment in JSON, such as {"continuous": true}
     seed: int = 1  # seed of the environments, the exploration, the network and the learning
     num_seeds: int = 1  # agents trained at once, with this seed and those after it; compiled only
-    num_devices: int = 1  # to spread these over, or the environments of one agent; compiled only
+    num_devices: int = 1  # of each process, to spread these over, or the environments of one agent
+    async_envs: bool = False  # step each environment in a process of its own
     log_interval: int = 1_000  # steps between two points of the charts
     resume: str = ""  # folder of a run to go on with; its flags are the defaults of the others
     checkpoint_interval: int = 100_000  # steps between two checkpoints; there is one at the end
@@ -487,11 +488,25 @@ class Run:
     track: bool = False  # log to Weights & Biases, too: WANDB_PROJECT, WANDB_ENTITY say where
 
 
+@dataclass(frozen=True)
+class Processes:
+    """Flags of this process, where several on one or many machines train together: compiled only.
+
+    SLURM, Open MPI and Kubernetes need no more than --distributed.
+    """
+
+    distributed: bool = False  # train with other processes
+    coordinator_address: str | None = None  # HOST:PORT of the first one
+    num_processes: int | None = None  # how many they are
+    process_id: int | None = None  # which one this is, from 0
+
+
 class Flags(NamedTuple):
     """All flags."""
 
     experiment: Run
     algorithm: Args
+    processes: Processes = Processes()
 
 
 class Training(NamedTuple):
@@ -502,6 +517,15 @@ class Training(NamedTuple):
     current: Array  # [2, N], return and length so far of the episodes that go on
     ended: Array  # [3], number, returns, lengths of those that ended in this log interval
     envs: Any = None  # where functional environments stand
+
+
+def split_rows(batch: Any) -> Any:
+    """A batch [B, ...], split over the devices that train an agent together: docs/scale.md."""
+    devices = jax.sharding.get_abstract_mesh().shape.get("envs", 1)
+    rows = len(jax.tree.leaves(batch)[0])
+    if devices == 1 or rows % devices > 0:
+        return batch
+    return jax.lax.with_sharding_constraint(batch, jax.sharding.PartitionSpec("envs"))
 
 
 def start_training(alg: Algorithm, seed: Array) -> tuple[Training, Array]:
@@ -560,11 +584,19 @@ def is_native(run: Run, num_envs: int, kwargs: dict) -> bool:
     if single is None:
         return native is not None
     if native is not None:
-        return num_envs >= 4 or native.single_observation_space != single.observation_space
+        is_faster = num_envs >= 4 and not run.async_envs
+        return is_faster or native.single_observation_space != single.observation_space
     if single.spec.vector_entry_point and kwargs:
         is_other = is_native(run, 1, {})
         require(not is_other, "its vector version, which is always taken, refuses these arguments")
     return False
+
+
+def ignore_interrupts(env: gym.Env) -> gym.Env:
+    """In a terminal Ctrl-C reaches all processes, but only that of the training ends by it."""
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return env
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "") -> VectorEnv:
@@ -576,9 +608,14 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "") -> Ve
             require(not video_folder, "capture_video: its vector version is never drawn")
         else:
             options = {"vectorization_mode": "sync", "vector_kwargs": {"copy": False}}
+            if run.async_envs:
+                how = {"copy": False, "context": "forkserver"}
+                options = {"vectorization_mode": "async", "vector_kwargs": how}
+            options["wrappers"] = [ignore_interrupts]
         if video_folder:
             record = partial(gym.wrappers.RecordVideo, video_folder=video_folder)
-            options |= {"render_mode": "rgb_array", "wrappers": [record]}
+            options["render_mode"] = "rgb_array"
+            options["wrappers"].append(record)
         envs = gym.make_vec(run.env_id, num_envs, **options, **kwargs)
     except Exception as error:
         raise UsageError(f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}") from error
@@ -726,26 +763,32 @@ def set_up(args: Args, run: Run) -> tuple:
     """The algorithm and the loop that trains it; checks the flags."""
     check_flags(args, run)
     with tempfile.TemporaryDirectory() as folder:
-        envs: Any = make_envs(args, run, 1, f"{folder}/videos" if run.capture_video else "")
+        video_folder = f"{folder}/videos" if run.capture_video else ""
+        envs: Any = make_envs(args, replace(run, async_envs=False), 1, video_folder)
         envs.close()
     space = envs.single_observation_space
     dtype = np.uint8 if space.dtype == np.uint8 else np.float32
     env = envs.unwrapped.envs[0] if hasattr(envs.unwrapped, "envs") else envs
+    is_vector = run.async_envs and is_native(run, 1, json.loads(run.env_kwargs))
+    require(not is_vector, f"async_envs: {run.env_id} has a vector version, which is always taken")
     is_functional = hasattr(env.unwrapped, "func_env") and not envs.spec.additional_wrappers
     try:
         alg = Algorithm(args, np.zeros(space.shape, dtype), envs.single_action_space)
         if is_functional and not alg.is_offline:
+            require(not run.async_envs, f"async_envs: {run.env_id} is compiled")
             compiled = importlib.import_module("compiled")
             parts = [partial(start_training, alg), partial(update_training, alg)]
             loop: Any = compiled.CompiledLoop(alg, run, env, *parts, LONGEST_EPISODE)
         else:
-            is_one = run.num_seeds == run.num_devices == 1
-            require(is_one, f"{run.env_id} trains one agent only, on one device")
+            is_one = run.num_seeds == run.num_devices == jax.process_count() == 1
+            require(is_one, f"{run.env_id} trains one agent only, on one device of one process")
             loop = OrdinaryLoop(alg, run)
     except ValueError as error:
         raise UsageError(error) from error
-    is_kept = alg.experience_size == 0 or run.num_seeds == 1
-    require(is_kept, "save_experience: only that of one agent is kept")
+    is_kept = alg.experience_size == 0 or run.num_seeds == jax.process_count() == 1
+    require(is_kept, "save_experience: only that of one agent in one process is kept")
+    is_drawn = not run.capture_video or jax.process_count() == 1
+    require(is_drawn, "capture_video: resume the run in one process for a video")
     return alg, loop
 
 
@@ -758,15 +801,19 @@ def steps_per_interval(alg: Algorithm, run: Run) -> int:
 
 
 def new_folder(run: Run) -> Path:
-    """A folder under runs/ that no other run has."""
-    start = int(time.time())
-    while True:
+    """A folder under runs/ that no other run has, the same in all processes."""
+
+    def folder(start: int) -> Path:
         name = f"{run.env_id}__{run.exp_name}__{run.seed}__{start}"
-        folder = Path("runs", re.sub("[/:]", "-", name)).absolute()
+        return Path("runs", re.sub("[/:]", "-", name)).absolute()
+
+    start = int(time.time())
+    while jax.process_index() == 0:
         with suppress(FileExistsError):  # of a run that started in the same second
-            folder.mkdir(parents=True)
-            return folder
+            folder(start).mkdir(parents=True)
+            break
         start += 1
+    return folder(int(multihost_utils.broadcast_one_to_all(start)))
 
 
 def saved_flags(folder: Path) -> Flags:
@@ -781,7 +828,7 @@ def open_folder(args: Args, run: Run) -> Path:
     """The folder of a new run, or of the one to go on with; the flags are in its args.json."""
     if run.resume:
         folder = Path(run.resume).absolute()
-        started, started_args = saved_flags(folder)
+        started, started_args, _ = saved_flags(folder)
         same_args = replace(started_args, total_timesteps=args.total_timesteps)
         require(args == same_args, "resume: only total_timesteps may change")
         for name in ("env_id", "env_kwargs", "seed", "num_seeds"):
@@ -791,12 +838,15 @@ def open_folder(args: Args, run: Run) -> Path:
     else:
         folder = new_folder(run)
     flags = {"run": asdict(run), "args": asdict(args)}
-    (folder / "args.json").write_text(json.dumps(flags))
+    if jax.process_index() == 0:
+        (folder / "args.json").write_text(json.dumps(flags))
     return folder
 
 
 def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list:
-    """TensorBoard's event files, one for each agent."""
+    """TensorBoard's event files, one for each agent; only the first process has them."""
+    if jax.process_index() > 0:
+        return []
     if run.track:  # Weights & Biases follows the event files
         wandb = importlib.import_module("wandb")
         name = folder.name
@@ -818,11 +868,12 @@ def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list:
 
 def write_metrics(writers: list, step: int, metrics: dict) -> None:
     """Writes {tag: one value, or one for each agent}, but not NaN."""
+    rows = {tag: np.ravel(values) for tag, values in metrics.items()}
     for i, writer in enumerate(writers):
         points = []
-        for tag, values in metrics.items():
-            value = np.broadcast_to(values, len(writers))[i]
-            if not np.isnan(value):
+        for tag, values in rows.items():
+            value = values[i % len(values)]
+            if not math.isnan(value):
                 points.append(Summary.Value(tag=tag, simple_value=value))
         # All in one event, because add_scalar takes 0.2 ms for each.
         writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
@@ -865,13 +916,14 @@ def evaluate_agents(
     return scores
 
 
-def show_progress(bar: tqdm, steps: range, step: int, speed: float, mean_return: float) -> None:
+def show_progress(bar: tqdm, steps: range, step: int, speed: float, returns: Callable) -> None:
     """The bar in a terminal; elsewhere a line about every 5 percent."""
-    text = f"return {mean_return:.1f}"
-    bar.set_postfix_str(text, refresh=False)
-    bar.update(steps.step)
-    if bar.disable and step % max(steps.stop // 20, 1) < steps.step:
-        print(f"{step:,} steps, {speed:,.0f} a second, {text}", flush=True)
+    is_line_due = bar.disable and step % max(steps.stop // 20, 1) < steps.step
+    if bar.update(steps.step) or is_line_due:
+        text = f"return {returns().mean():.1f}"
+        bar.set_postfix_str(text)
+        if is_line_due:
+            print(f"{step:,} steps, {speed:,.0f} a second, {text}", flush=True)
 
 
 def open_checkpoints(run: Run, folder: Path, training: Training) -> tuple:
@@ -915,7 +967,8 @@ def train(args: Args, run: Run, stop: Callable[[], bool] = lambda: False) -> tup
     steps = range(begun, args.total_timesteps, interval)
     # A run that is complete is only evaluated.
     intervals = loop.intervals(training, steps) if steps else [(begun, training, {})]
-    bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=None)
+    is_quiet = jax.process_index() > 0 or None  # None: where there is no terminal
+    bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=is_quiet)
     ended: deque = deque(maxlen=1_000)
     scores = np.nan
     start_time = time.time()
@@ -929,20 +982,19 @@ def train(args: Args, run: Run, stop: Callable[[], bool] = lambda: False) -> tup
         is_due = step >= args.total_timesteps or step % run.checkpoint_interval < interval
         speed = (step - begun) / (time.time() - start_time)
         if metrics:
-            write_metrics(writers, step, jax.device_get(metrics) | {"charts/SPS": speed})
+            write_metrics(writers, step, metrics | {"charts/SPS": speed})
         if is_due or is_stopped:
             save(checkpoints, writers, step, training)
         if is_due and not is_stopped:
             scores = evaluate_agents(alg, run, loop, training, step, folder)
             write_metrics(writers, step, {"eval/episodic_return": scores})
         ended.appendleft(np.asarray(training.ended).reshape(-1, 3))
-        returns = recent_returns(ended, otherwise=scores)
-        show_progress(bar, steps, step, speed, returns.mean())
+        show_progress(bar, steps, step, speed, partial(recent_returns, ended, scores))
         if is_stopped:
             break
     for writer in writers:
         writer.flush()
-    return training, returns, folder
+    return training, recent_returns(ended, otherwise=scores), folder
 
 
 def parse_flags() -> Flags:
@@ -951,28 +1003,36 @@ def parse_flags() -> Flags:
     flags = parse()
     if flags.experiment.resume:
         flags = parse(default=saved_flags(Path(flags.experiment.resume)))
+    is_joining = flags.processes.distributed or flags.processes == Processes()
+    require(is_joining, "coordinator_address, num_processes, process_id: need distributed")
     return flags
 
 
 def main() -> None:
-    """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C."""
+    """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C or SIGTERM."""
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # acting: 12 us a call, and not 41
     threading.excepthook = lambda _: None  # TensorBoard's thread: its writer raises the error, too
     interrupted = threading.Event()
 
-    def interrupt(*_: Any) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process
+    stop = interrupted.is_set
 
-    signal.signal(signal.SIGINT, interrupt)
+    def interrupt(number: int, _: Any) -> None:
+        interrupted.set()
+        signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process
+
     try:
-        run, args = parse_flags()
-        _, returns, folder = train(args, run, interrupted.is_set)
+        run, args, processes = parse_flags()
+        if processes.distributed:
+            compiled = importlib.import_module("compiled")
+            stop = compiled.join_processes(stop, *astuple(processes)[1:])
+        for number in (signal.SIGINT, signal.SIGTERM):  # which JAX swallows, once it has joined
+            signal.signal(number, interrupt)
+        _, returns, folder = train(args, run, stop)
     except (UsageError, json.JSONDecodeError, ImportError, OSError) as error:
         print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         sys.exit(2)
     print(f"{folder}: mean return of the last episodes", *np.round(returns, 1))
-    sys.exit(130 if interrupted.is_set() else 0)
+    sys.exit(130 if stop() else 0)
 
 
 if __name__ == "__main__":

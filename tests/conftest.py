@@ -1,7 +1,10 @@
 """Settings that must stand before JAX is imported, and strictness for the buffers."""
 
 import os
+import signal
+import sys
 import tempfile
+import threading
 from functools import partial
 
 os.environ["XLA_FLAGS"] = (
@@ -54,3 +57,23 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def run_main(tmp_path, monkeypatch, capsys):
+    """Runs `main` of a script in this process, in a folder of its own: exit code, out, err."""
+    monkeypatch.chdir(tmp_path)
+    hook = threading.excepthook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(module, *flags):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])
+        with pytest.raises(SystemExit) as caught:
+            module.main()
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    yield run
+    threading.excepthook = hook
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -3,6 +3,8 @@ and known values.
 """
 
 import json
+import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -409,9 +411,34 @@ def test_seeds_spread_over_devices(group):
     for i in range(2):
         ours, theirs = training.agent.params[i], two.agent.params[i]
         assert_same_agent(ours, theirs, scalars[i], two_scalars[i])
-    for x in jax.tree.leaves(two):
+    assert two.ended.sharding.is_fully_replicated  # each process reads it
+    for x in jax.tree.leaves(two._replace(ended=None)):
         parts = {part.device: part.index[0].start or 0 for part in x.addressable_shards}
         assert sorted(parts.values()) == [0, 1]
+
+
+@pytest.mark.parametrize(("module", "flags"), SCRIPTS, ids=IDS)
+def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module, flags):
+    """Nothing as large as the replay: in each gradient step the compiled program gathers less."""
+    own = {"buffer_size": 100_000, "learning_starts": 200} if module is not ppo_jax else {}
+    args = module.Args(**flags | own)
+    _, loop = module.set_up(args, module.Run(env_id="Chain-v0", num_devices=2))
+    training = loop.start()
+    steps = loop.alg.steps_per_iteration
+    schedules = loop.alg.schedule(np.arange(0, 2 * steps, steps))
+    with jax.sharding.set_mesh(loop.mesh):
+        text = loop.program(training).lower(training, schedules).compile().as_text()
+    collective = r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute)\("
+    shapes = re.findall(collective, text)
+    assert {"all-gather", "all-reduce"} <= {kind for _, kind in shapes}
+    largest = 0
+    for shape, _ in shapes:
+        for axes in re.findall(r"\[([\d,]*)\]", shape):
+            largest = max(largest, math.prod(int(n) for n in axes.split(",") if n))
+    batch = args.batch_size * 2 if module is not ppo_jax else args.num_envs * args.num_steps
+    numbers = math.prod(loop.alg.example.observation.shape)
+    weights = 84 * 120 if module is not ppo_jax else 64 * 64
+    assert 0 < largest <= max(batch * numbers, weights)
 
 
 def test_each_agent_of_a_group_is_evaluated(monkeypatch):

@@ -40,24 +40,6 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def run_main(monkeypatch, capsys):
-    """Runs `main` of a script in this process: exit code, out, err."""
-    hook = dqn_jax.threading.excepthook
-    handler = signal.getsignal(signal.SIGINT)
-
-    def run(module, *flags):
-        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])
-        with pytest.raises(SystemExit) as caught:
-            module.main()
-        out, err = capsys.readouterr()
-        return caught.value.code, out, err
-
-    yield run
-    dqn_jax.threading.excepthook = hook
-    signal.signal(signal.SIGINT, handler)
-
-
 def assert_one_line(result, *words):
     """Exit code 2, and one line on stderr that has these words."""
     code, _, err = result

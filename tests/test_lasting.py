@@ -124,34 +124,17 @@ def test_no_window_goes_on_past_the_cut(ends):
     np.testing.assert_allclose(batch.discount[:9], discount, rtol=1e-6)
 
 
-@pytest.fixture
-def run_main(tmp_path, monkeypatch, capsys):
-    """Runs `main` of dqn_jax.py in this process, in a folder of its own: exit code, out, err."""
-    monkeypatch.chdir(tmp_path)
-    hook, handler = dqn_jax.threading.excepthook, signal.getsignal(signal.SIGINT)
-
-    def run(*flags):
-        monkeypatch.setattr(sys, "argv", ["dqn_jax.py", *flags])
-        with pytest.raises(SystemExit) as caught:
-            dqn_jax.main()
-        return caught.value.code, *capsys.readouterr()
-
-    yield run
-    dqn_jax.threading.excepthook = hook
-    signal.signal(signal.SIGINT, handler)
-
-
 SMALL = "--learning-starts 50 --batch-size 8 --buffer-size 100 --log-interval 20".split()  # noqa: SIM905
 
 
 def test_a_complete_run_is_evaluated_and_flags_are_those_of_the_folder(run_main):
-    code, out, _ = run_main("--total-timesteps", "100", "--gamma", "0.5", *SMALL)
+    code, out, _ = run_main(dqn_jax, "--total-timesteps", "100", "--gamma", "0.5", *SMALL)
     folder = out.split()[-8].rstrip(":")
     assert code == 0
     assert "mean return of the last episodes" in out
     before = read_events(folder)[0]
     flags = json.loads(Path(folder, "args.json").read_text())
-    code, out, err = run_main("--resume", folder, "--eval-episodes", "3")
+    code, out, err = run_main(dqn_jax, "--resume", folder, "--eval-episodes", "3")
     assert code == 0, err
     assert "100 steps: return" in out
     saved = json.loads(Path(folder, "args.json").read_text())
@@ -163,10 +146,10 @@ def test_a_complete_run_is_evaluated_and_flags_are_those_of_the_folder(run_main)
     assert after["losses/td_loss"] == before["losses/td_loss"]
     assert [step for step, _ in after["eval/episodic_return"]][-1] == 100
 
-    code, _, err = run_main("--resume", folder, "--buffer-size", "200")
+    code, _, err = run_main(dqn_jax, "--resume", folder, "--buffer-size", "200")
     assert code == 2
     assert err.strip() == "error: resume: only total_timesteps may change"
-    code, _, err = run_main("--resume", folder, "--seed", "7")
+    code, _, err = run_main(dqn_jax, "--resume", folder, "--seed", "7")
     assert code == 2
     assert err.strip() == "error: resume: seed must stay 1"
     assert json.loads(Path(folder, "args.json").read_text()) == flags
@@ -248,7 +231,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_stays(tmp_path, run_main):
     try:
         os.chdir(tmp_path)
         flags = ["--total-timesteps", "5000", "--checkpoint-interval", "500", "--eval-episodes"]
-        code, _, err = run_main(*flags, "0", *SMALL)
+        code, _, err = run_main(dqn_jax, *flags, "0", *SMALL)
         assert code == 2
         (line,) = err.strip().splitlines()
         assert "no space left" in line.lower()

@@ -10,10 +10,10 @@ from events import ROOT
 MARK = "# === common to all scripts ==="
 # The most lines of each file.
 LINES = {
-    "dqn_jax.py": 849,
-    "per_dqn_jax.py": 869,
-    "ppo_jax.py": 979,
-    "compiled.py": 300,
+    "dqn_jax.py": 899,
+    "per_dqn_jax.py": 919,
+    "ppo_jax.py": 1_039,
+    "compiled.py": 310,
     "images.py": 150,
     "buffers.py": 1_200,
     "vault.py": 200,

@@ -6,10 +6,8 @@ import inspect
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -72,31 +70,14 @@ def test_what_went_is_gone(name):
         assert word not in text(name), word
 
 
-@pytest.fixture
-def run_main(tmp_path, monkeypatch, capsys):
-    """Runs `main` of a script in this process, in a folder of its own: exit code, out, err."""
-    monkeypatch.chdir(tmp_path)
-    hook, handler = threading.excepthook, signal.getsignal(signal.SIGINT)
-
-    def run(name, flags):
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
-        with pytest.raises(SystemExit) as caught:
-            SCRIPTS[name].main()
-        out, err = capsys.readouterr()
-        return caught.value.code or 0, out, err
-
-    yield run
-    threading.excepthook = hook
-    signal.signal(signal.SIGINT, handler)
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_has_two_groups_and_a_line_for_every_flag(name, run_main):
-    code, out, _ = run_main(name, ["--help"])
+def test_help_has_three_groups_and_a_line_for_every_flag(name, run_main):
+    code, out, _ = run_main(SCRIPTS[name], "--help")
     assert code == 0
     words = " ".join(out.replace("│", " ").split())
-    first, second = words.split("experiment options")[1].split("algorithm options")
-    for group, flags in ((first, SCRIPTS[name].Run), (second, SCRIPTS[name].Args)):
+    _, *groups = re.split("experiment options|algorithm options|processes options", words)
+    module = SCRIPTS[name]
+    for group, flags in zip(groups, (module.Run, module.Args, module.Processes), strict=True):
         comments = re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(flags), re.MULTILINE)
         assert [flag for flag, _ in comments] == list(vars(flags()))
         for flag, comment in comments:
@@ -119,13 +100,16 @@ def test_help_has_two_groups_and_a_line_for_every_flag(name, run_main):
         ("dqn_jax", "--env-id environments:Chain-v0 --num-devices 64", "num_devices"),
         ("dqn_jax", "--env-id environments:Chain-v0 --num-seeds 3 --num-devices 2", "num_devices"),
         ("dqn_jax", "--env-id environments:CounterSameStep-v0", "NEXT_STEP"),
+        ("dqn_jax", "--process-id 1", "distributed"),
+        ("dqn_jax", "--env-id environments:Chain-v0 --async-envs", "async_envs"),
+        ("dqn_jax", "--env-id environments:VectorOnly-v0 --async-envs", "async_envs"),
         ("per_dqn_jax", "--resume nowhere", "nowhere"),
         ("ppo_jax", "--num-minibatches 3", "num_minibatches"),
         ("ppo_jax", "--env-id environments:VectorOnly-v0 --capture-video", "capture_video"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(name, flags, message, run_main, tmp_path):
-    code, _, err = run_main(name, flags.split())
+    code, _, err = run_main(SCRIPTS[name], *flags.split())
     (line,) = err.strip().splitlines()
     assert code == 2
     assert line.startswith("error: ")
