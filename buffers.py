@@ -248,11 +248,6 @@ def _computed_once(i: Array) -> Array:
     return lax.rem(i, np.uint32(2**31 - 1))  # setting 256 priorities: 3.3; in a scan 1.5
 
 
-def _at_least_two(x: Array) -> Array:
-    """`x` [B], or its one element twice: XLA copies the array that a single one is written to."""
-    return jnp.repeat(x, 2) if len(x) == 1 else x  # adding one to 1,000,000 with priorities: 90
-
-
 def _key_after(key: Array, count: Array, arrays: PyTree) -> Array:
     """`key`, once the arrays are there, `count` never negative: else XLA wakes a thread for it."""
     flat = [x.ravel() for x in tree_leaves(arrays)]
@@ -301,6 +296,20 @@ def _put_one(i: Array, x: Array, row: Array) -> Array:
     """x.at[i].set(row) for `i` [1] in range, as a slice."""
     row = jnp.where(True, row, x[:1])  # on the mesh of x, which Explicit axes ask for
     return lax.dynamic_update_slice_in_dim(x, row, i[0], 0)  # on JAX 0.10.2, in a scan: 3.3
+
+
+def _groups(tree: Array, i: Array) -> Array:
+    """tree.reshape(-1, 4)[i] [B, 4], of a single one as a slice, as `_put_nodes` writes it."""
+    if len(i) > 1:
+        return _take(tree.reshape(-1, 4), i)
+    return lax.dynamic_slice_in_dim(tree, 4 * i[0], 4)[None]
+
+
+def _put_nodes(tree: Array, i: Array, nodes: Array) -> Array:
+    """tree.at[i].set(nodes) for `i` in range. A single one waits, or XLA copies the tree for it."""
+    if len(i) > 1:
+        return tree.at[i].set(nodes, mode="promise_in_bounds")
+    return _put_one(i, tree, lax.optimization_barrier(nodes))  # adding one in a scan: 2.4
 
 
 def _random_below(bound: Array, bits: Array) -> Array:
@@ -832,17 +841,18 @@ def _set_weights(
     state: State, levels: list[Level], positions: Array, weights: Array, where: Array
 ) -> State:
     """The state with `weights` [B] at `positions` [B], in the rows where `where` [B] is True."""
-    positions, weights, where = map(_at_least_two, (positions, weights, where))
-    past_end = state.tree.size
-    at = jnp.where(where, positions, past_end)
-    tree = state.tree.at[at].set(weights, mode="drop")
     node = jnp.where(where, positions, 0).astype(uint32)  # the sums above 0 stay right
+    if len(node) == 1:
+        old = lax.dynamic_slice_in_dim(state.tree, node[0], 1)
+        tree = _put_nodes(state.tree, node, jnp.where(where, weights, old))
+    else:
+        at = jnp.where(where, positions, state.tree.size)
+        tree = state.tree.at[at].set(weights, mode="drop")
     in_tree = [level for level in levels if not level.in_top]
     for below, level in itertools.pairwise(in_tree):
         node = _computed_once(node // 4)
-        children = _take(tree.reshape(-1, 4), below.start + node)
-        sums = _sums(children)
-        tree = tree.at[4 * level.start + node].set(sums, mode="promise_in_bounds")
+        children = _groups(tree, below.start + node)
+        tree = _put_nodes(tree, 4 * level.start + node, _sums(children))
     last = in_tree[-1]
     nodes = tree[4 * last.start : 4 * (last.start + last.groups)]
     top = []

@@ -627,7 +627,8 @@ def set_up(args: Args, run: Run) -> tuple:
     space = envs.single_observation_space
     dtype = np.uint8 if space.dtype == np.uint8 else np.float32
     env = envs.unwrapped.envs[0] if hasattr(envs.unwrapped, "envs") else envs
-    is_vector = run.async_envs and is_native(run, 1, json.loads(run.env_kwargs))
+    kwargs = json.loads(run.env_kwargs)
+    is_vector = run.async_envs and is_native(run, 1, kwargs)
     require(not is_vector, f"async_envs: {run.env_id} has a vector version, which is always taken")
     is_functional = hasattr(env.unwrapped, "func_env") and not envs.spec.additional_wrappers
     try:

@@ -65,7 +65,8 @@ def test_commands_have_flags_that_exist(page):
         path, *flags = shlex.split(command)
         given = {flag for flag in flags if flag.startswith("--")}
         if script := SCRIPTS.get(path.removesuffix(".py")):
-            names = {name for group in (script.Args, script.Run) for name in vars(group())}
+            groups = (script.Args, script.Run, script.Processes)
+            names = {name for group in groups for name in vars(group())}
             assert given <= {f"--{name.replace('_', '-')}" for name in names}, command
         else:
             source = (ROOT / path).read_text()
@@ -84,9 +85,8 @@ def test_tables_of_flags_have_those_of_the_scripts(name):
     written = flags("docs/dqn.md") if name == "per_dqn_jax" else []
     written += flags(page)
     assert sorted(written) == sorted(x.replace("_", "-") for x in vars(script.Args()))
-    assert sorted(flags("docs/lasting.md")) == sorted(
-        x.replace("_", "-") for x in vars(script.Run())
-    )
+    for page, group in (("docs/lasting.md", script.Run), ("docs/scale.md", script.Processes)):
+        assert sorted(flags(page)) == sorted(x.replace("_", "-") for x in vars(group()))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -108,7 +108,10 @@ def test_tables_of_metrics_have_those_of_the_scripts(name):
 def test_the_example_runs(page):
     names = {}
     exec(blocks(page, "python")[0], names)
-    assert names["sample"].experience["observation"].shape == (128, 4)
+    key = "s" if page == "README.md" else "observation"
+    assert names["sample"].experience[key].shape == (128, 4)
+    if page == "README.md":  # V(s) is the first number of s, as the next one's is 0 in the mean
+        assert names["w"].tolist() == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=0.2)
 
 
 def test_the_vault_of_the_page_holds_the_rows(tmp_path, monkeypatch):
@@ -194,6 +197,28 @@ def test_wrapped_libraries_train(library, name, env, tmp_path, monkeypatch):
     training, returns, _ = dqn_jax.train(args, run)
     assert (training.envs is not None) == (library == "gymnax")
     assert returns[0] >= 0
+
+
+def test_ray_trains_the_sweep_of_the_page(tmp_path, monkeypatch, capsys):
+    """Two short runs of it, in processes of Ray's."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code = MODULES["my_sweep"].replace("100_000", "12_000")
+    code = code.replace("(1e-4, 2.5e-4, 1e-3)", "(1e-3,)")
+    names = {"__name__": "my_sweep"}
+    exec(code, names)
+    ray.init(num_cpus=4, include_dashboard=False)
+    try:
+        names["main"]()
+    finally:
+        ray.shutdown()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    results = [line for line in lines if line and line[0] == "0.001"]
+    assert [line[1] for line in results] == ["1", "2"]
+    for _, _, mean_return, folder in results:
+        assert float(mean_return) > 8
+        assert read_events(folder)[0]["charts/SPS"][-1][0] == 12_000
 
 
 @pytest.mark.parametrize("block", blocks("docs/recipes.md", "python"))

@@ -1,0 +1,97 @@
+"""Steps per second of dqn_jax.py with slow environments, in one process and in one for each.
+
+    python benchmarks/async_envs.py
+
+A step of the environment takes `--milliseconds`, in which it either computes or only waits, as one
+does that talks to a simulator in another process. Prints a line for each kind: steps per second
+without and with `--async-envs`, by median, least and most of interleaved rounds, and their ratio.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from machine import header, spread
+
+import dqn_jax
+
+
+class Slow(gym.Env):
+    """Zeros; each step takes `seconds`, and 100 steps are an episode."""
+
+    observation_space = gym.spaces.Box(-1.0, 1.0, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, seconds: float, computes: bool) -> None:
+        self.seconds = seconds
+        self.computes = computes
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple:
+        end = time.perf_counter() + self.seconds
+        if not self.computes:
+            time.sleep(self.seconds)
+        while time.perf_counter() < end:
+            pass
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+gym.register("Slow-v0", Slow, max_episode_steps=100, disable_env_checker=True)
+
+
+def steps_per_second(kwargs: str, num_envs: int, steps: int, async_envs: bool) -> float:
+    """Of the second half of a run, which has no start of processes and no compilation in it."""
+    stamps = []
+
+    def stop() -> bool:
+        stamps.append(time.perf_counter())
+        return False
+
+    args = dqn_jax.Args(total_timesteps=steps, num_envs=num_envs, learning_starts=steps // 4)
+    env = {"env_id": "async_envs:Slow-v0", "env_kwargs": kwargs, "async_envs": async_envs}
+    run = dqn_jax.Run(log_interval=steps // 10, eval_episodes=0, **env)
+    with contextlib.redirect_stdout(io.StringIO()):
+        dqn_jax.train(args, run, stop)
+    half = len(stamps) // 2
+    return (len(stamps) - 1 - half) * run.log_interval / (stamps[-1] - stamps[half])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--milliseconds", type=float, default=2.0)
+    parser.add_argument("--num-envs", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    # The processes of the environments import this file by its name.
+    sys.path.insert(0, str(Path(__file__).parent))
+    print(header(["jax", "gymnasium"])[0])
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for computes in (True, False):
+            kwargs = (
+                f'{{"seconds": {args.milliseconds / 1000}, "computes": {str(computes).lower()}}}'
+            )
+            ordinary = []
+            asynchronous = []
+            for _ in range(args.rounds):
+                for found, is_async in ((ordinary, False), (asynchronous, True)):
+                    found.append(steps_per_second(kwargs, args.num_envs, args.steps, is_async))
+            ratios = np.divide(asynchronous, ordinary)
+            kind = "computes" if computes else "waits"
+            print(f"{kind}: {spread(ordinary)}, {spread(asynchronous)}, ratio {spread(ratios)}")
+
+
+if __name__ == "__main__":
+    main()
