@@ -852,7 +852,8 @@ def _set_weights(
     for below, level in itertools.pairwise(in_tree):
         node = _computed_once(node // 4)
         children = _groups(tree, below.start + node)
-        tree = _put_nodes(tree, 4 * level.start + node, _sums(children))
+        sums = _sums(children)
+        tree = _put_nodes(tree, 4 * level.start + node, sums)
     last = in_tree[-1]
     nodes = tree[4 * last.start : 4 * (last.start + last.groups)]
     top = []

@@ -199,21 +199,23 @@ def test_wrapped_libraries_train(library, name, env, tmp_path, monkeypatch):
     assert returns[0] >= 0
 
 
-def test_ray_trains_the_sweep_of_the_page(tmp_path, monkeypatch, capsys):
+def test_ray_trains_the_sweep_of_the_page(tmp_path):
     """Two short runs of it, in processes of Ray's."""
-    ray = pytest.importorskip("ray")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytest.importorskip("ray")
     code = MODULES["my_sweep"].replace("100_000", "12_000")
     code = code.replace("(1e-4, 2.5e-4, 1e-3)", "(1e-3,)")
-    names = {"__name__": "my_sweep"}
-    exec(code, names)
-    ray.init(num_cpus=4, include_dashboard=False)
-    try:
-        names["main"]()
-    finally:
-        ray.shutdown()
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (tmp_path / "my_sweep.py").write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, "my_sweep.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
     results = [line for line in lines if line and line[0] == "0.001"]
     assert [line[1] for line in results] == ["1", "2"]
     for _, _, mean_return, folder in results:
