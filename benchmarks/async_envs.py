@@ -10,6 +10,7 @@ without and with `--async-envs`, by median, least and most of interleaved rounds
 import argparse
 import contextlib
 import io
+import json
 import os
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from machine import header, spread
+from machine import header, ratios, spread
 
 import dqn_jax
 
@@ -47,10 +48,12 @@ class Slow(gym.Env):
         return np.zeros(4, np.float32), 0.0, False, False, {}
 
 
-gym.register("Slow-v0", Slow, max_episode_steps=100, disable_env_checker=True)
+if __name__ == "async_envs":  # as the scripts and the processes of the environments import it
+    slow = "async_envs:Slow"
+    gym.register("Slow-v0", slow, max_episode_steps=100, disable_env_checker=True)
 
 
-def steps_per_second(kwargs: str, num_envs: int, steps: int, async_envs: bool) -> float:
+def steps_per_second(kwargs: dict, num_envs: int, steps: int, async_envs: bool) -> float:
     """Of the second half of a run, which has no start of processes and no compilation in it."""
     stamps = []
 
@@ -59,8 +62,13 @@ def steps_per_second(kwargs: str, num_envs: int, steps: int, async_envs: bool) -
         return False
 
     args = dqn_jax.Args(total_timesteps=steps, num_envs=num_envs, learning_starts=steps // 4)
-    env = {"env_id": "async_envs:Slow-v0", "env_kwargs": kwargs, "async_envs": async_envs}
-    run = dqn_jax.Run(log_interval=steps // 10, eval_episodes=0, **env)
+    run = dqn_jax.Run(
+        env_id="async_envs:Slow-v0",
+        env_kwargs=json.dumps(kwargs),
+        async_envs=async_envs,
+        log_interval=steps // 10,
+        eval_episodes=0,
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         dqn_jax.train(args, run, stop)
     half = len(stamps) // 2
@@ -80,17 +88,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         for computes in (True, False):
-            kwargs = (
-                f'{{"seconds": {args.milliseconds / 1000}, "computes": {str(computes).lower()}}}'
-            )
-            ordinary = []
-            asynchronous = []
+            kwargs = {"seconds": args.milliseconds / 1000, "computes": computes}
+            ordinary: list[float] = []
+            asynchronous: list[float] = []
             for _ in range(args.rounds):
                 for found, is_async in ((ordinary, False), (asynchronous, True)):
                     found.append(steps_per_second(kwargs, args.num_envs, args.steps, is_async))
-            ratios = np.divide(asynchronous, ordinary)
+            ratio = spread(ratios(asynchronous, ordinary), digits=1)
             kind = "computes" if computes else "waits"
-            print(f"{kind}: {spread(ordinary)}, {spread(asynchronous)}, ratio {spread(ratios)}")
+            print(f"{kind}: {spread(ordinary)}, {spread(asynchronous)}, ratio {ratio}")
 
 
 if __name__ == "__main__":
