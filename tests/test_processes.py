@@ -19,6 +19,7 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 
+
 def has_name():
     """Whether this machine's name leads to it, by which processes on CPUs find each other."""
     try:
