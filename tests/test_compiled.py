@@ -277,7 +277,7 @@ def train_chain(module, args, env_id):
 
 @pytest.mark.parametrize(
     ("module", "env_id"),
-    [(dqn_jax, "Chain-v0"), (per_dqn_jax, "Chain-v0")],
+    [slow(dqn_jax, "Chain-v0"), (per_dqn_jax, "Chain-v0")],
     ids=["dqn", "per_dqn"],
 )
 def test_q_values_of_a_chain(module, env_id):
@@ -417,7 +417,7 @@ def test_seeds_spread_over_devices(group):
         assert sorted(parts.values()) == [0, 1]
 
 
-@pytest.mark.parametrize(("module", "flags"), SCRIPTS, ids=IDS)
+@pytest.mark.parametrize(("module", "flags"), [slow(*SCRIPTS[0]), *SCRIPTS[1:]], ids=IDS)
 def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module, flags):
     """Nothing as large as the replay: in each gradient step the compiled program gathers less."""
     own = {"buffer_size": 100_000, "learning_starts": 200} if module is not ppo_jax else {}

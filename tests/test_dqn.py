@@ -826,7 +826,7 @@ def test_probe_values(env_id, observations, values):
 
 
 @pytest.mark.parametrize(
-    ("env_id", "value"), [("Probe-truncation-v0", 2.0), ("Probe-discount-v0", 0.5)]
+    ("env_id", "value"), [("Probe-truncation-v0", 2.0), slow("Probe-discount-v0", 0.5)]
 )
 def test_n_step_probe_values(env_id, value):
     """Ends of both kinds within three steps leave the values what they are with one."""

@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from conftest import slow
 from test_dqn import PROBE, TWO
 
 import dqn_jax
@@ -85,7 +86,7 @@ def test_of_a_compiled_agent(tmp_path, monkeypatch):
         dqn_jax.train(args, dqn_jax.Run(num_seeds=2, **run))
 
 
-@pytest.mark.parametrize("module", SCRIPTS)
+@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
 def test_offline_learns_the_values_of_what_is_there(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     env_id, observations = "Probe-discount-v0", np.array([[0.0], [1.0]], np.float32)

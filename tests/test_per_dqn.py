@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from events import read_events
 from test_dqn import (
     PROBE,
@@ -181,7 +182,7 @@ def test_a_batch_of_steps_that_only_reset_changes_nothing():
 @pytest.mark.parametrize(
     ("env_id", "observations", "values"),
     [
-        ("Probe-discount-v0", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
+        slow("Probe-discount-v0", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
         ("Probe-both-v0", [[-1.0], [1.0]], [[1.0, -1.0], [-1.0, 1.0]]),
         ("Probe-truncation-v0", [[0.0]], [[2.0, 2.0]]),
     ],

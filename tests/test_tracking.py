@@ -9,6 +9,7 @@ import sys
 import environments  # noqa: F401  registers the environments
 import numpy as np
 import pytest
+from conftest import slow
 from events import ROOT, read_events
 
 import dqn_jax
@@ -52,7 +53,7 @@ def frames(path):
     ("module", "flags"),
     [
         (dqn_jax, dict(learning_starts=100, batch_size=16)),
-        (ppo_jax, dict(num_steps=64)),
+        slow(ppo_jax, dict(num_steps=64)),
     ],
     ids=["ordinary", "compiled"],
 )
