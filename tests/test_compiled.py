@@ -318,6 +318,7 @@ def test_policy_and_values_of_a_chain():
     )
 
 
+@pytest.mark.slow
 def test_pendulum():
     """Box actions; episodes that only the time limit ends, after 200 steps."""
     run = ppo_jax.Run(env_id="phys2d/Pendulum-v0", log_interval=1_024, eval_episodes=2)

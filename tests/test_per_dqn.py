@@ -192,6 +192,7 @@ def test_probe_values(env_id, observations, values):
     np.testing.assert_allclose(q, values, atol=0.03)
 
 
+@pytest.mark.slow
 def test_same_seed_same_run():
     """The same parameters, the same replay, the same priorities."""
     args, run = Args(**vars(PROBE)), Run(env_id="Probe-both-v0", eval_episodes=0)

@@ -15,6 +15,7 @@ import optax
 import pytest
 import scipy.special
 import scipy.stats
+from conftest import slow
 from events import read_events
 
 import buffers
@@ -513,7 +514,7 @@ def make_plain_step(box):
     return alg, state, step
 
 
-@pytest.mark.parametrize("space", [DISCRETE, BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize("space", [slow(DISCRETE), BOX], ids=["discrete", "box"])
 def test_train_step_against_a_plain_loop(space):
     """Masked rows are thrown away there; here they must be as good as that."""
     alg, state, step = make_plain_step(space is BOX)
@@ -765,6 +766,7 @@ def test_continuous_probes():
     np.testing.assert_allclose(at("termination", 0, 1)[1], [1.5, 1], atol=0.05)
 
 
+@pytest.mark.slow
 def test_image_probe():
     """uint8 images go through the Nature CNN, whose features actor and critic share."""
     state, answer = learned("ProbeImage-v0", 256, num_envs=2, learning_rate=2e-3)

@@ -142,9 +142,8 @@ def test_four_seeds_in_two_processes(module, tmp_path, monkeypatch):
 
 
 @together
-@pytest.mark.parametrize(
-    "module", [slow(dqn_jax), per_dqn_jax, slow(ppo_jax)], ids=["dqn", "per_dqn", "ppo"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax, ppo_jax], ids=["dqn", "per_dqn", "ppo"])
 def test_one_agent_in_two_processes(module, tmp_path):
     """It is that of one process up to rounding; each process steps half of its environments."""
     flags = flags_of(module, "--total-timesteps 1000")
