@@ -32,6 +32,7 @@ SCRIPTS = {
     "per_dqn": (per_dqn_jax, SMALL_DQN),
     "ppo": (ppo_jax, SMALL_PPO),
 }
+NAMES = ["dqn", slow("per_dqn"), slow("ppo")]
 COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
 
 
@@ -72,7 +73,7 @@ def make_other_numbers(**kwargs):
 gym.register("OtherNumbers-v0", make_other_numbers, max_episode_steps=9, disable_env_checker=True)
 
 
-@pytest.mark.parametrize("name", ["dqn", slow("per_dqn"), slow("ppo")])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("env_id", ["OtherNumbers-v0", slow("tabular/Blackjack-v0")])
 def test_functional_environments_of_whole_numbers(name, env_id):
     module, flags = SCRIPTS[name]
@@ -97,7 +98,7 @@ def _wide_numbers():
 
 @pytest.mark.usefixtures("_wide_numbers")
 @pytest.mark.parametrize("env_id", ["Chain-v0", slow("Counter-v0")])
-@pytest.mark.parametrize("name", ["dqn", slow("per_dqn"), slow("ppo")])
+@pytest.mark.parametrize("name", NAMES)
 def test_with_64_bits_all_runs(name, env_id):
     module, flags = SCRIPTS[name]
     args = module.Args(**flags | dict(num_envs=4))
