@@ -6,6 +6,7 @@ Row r of a run is row r of its vault: a resumed run writes over what came after 
     items = vault.read(0, len(vault))  # NumPy arrays, of the item's structure
 """
 
+import errno
 import fcntl
 import json
 import operator
@@ -34,6 +35,9 @@ from buffers import cursor_modulus
 CHUNK_BYTES = 2**20  # at most; appending to a chunk writes all of it
 CHUNK_ROWS = 2**14  # at most
 COMPARED = 16  # rows, to tell whether a state is of the same run
+# The vault has a lock of its own. With tensorstore's a killed writer leaves a file that the next
+# write of a chunk goes into without cutting it; without, each write has a file of its own name.
+CONTEXT = {"file_io_locking": {"mode": "none"}}
 
 
 def describe(items: Any, axes: int = 0) -> dict[str, str]:
@@ -89,7 +93,7 @@ class Vault:
         elif not self.about.exists():
             raise FileNotFoundError(f"{self.path} holds no vault")
         folder = {"driver": "file", "path": f"{self.path}/"}
-        self.files = ts.KvStore.open(folder).result()
+        self.files = ts.KvStore.open(folder, context=ts.Context(CONTEXT)).result()
         has_arrays = any(path.is_dir() for path in self.path.iterdir())
         if not self.about.exists() and not has_arrays:
             self._count(0)
@@ -108,6 +112,7 @@ class Vault:
         spec = {
             "driver": "zarr3",
             "kvstore": {"driver": "file", "path": f"{self.path}/{name}/"},
+            "context": CONTEXT,
             "dtype": row.dtype.name,
             "metadata": {"chunk_grid": grid, "codecs": codecs},
             "fill_missing_data_reads": False,  # a missing chunk is an error
@@ -150,13 +155,17 @@ class Vault:
         is another buffer's, or another run's: of the last rows that both have none is alike, but
         for flags, which a resume changes. BlockingIOError for a second writer; PermissionError.
         """
-        if self.lock is None:
+        is_new_lock = self.lock is None
+        if is_new_lock:
             self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
             weakref.finalize(self, os.close, self.lock)
         try:  # kept until the process ends or forgets this vault
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BlockingIOError(f"{self.path} is written by another process") from error
+        if is_new_lock:
+            for left_over in self.path.rglob("*.__lock"):  # by writers that were killed
+                left_over.unlink()
         axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
         given = describe(state.storage, axes + 1)
         if given != self.leaves:
@@ -172,8 +181,13 @@ class Vault:
         end = known + new
         span = slice(known - same, end)  # what is compared is written again, with its flags of now
         writes = tree_map(lambda array, rows: array[span].write(rows), self.arrays, items)
-        tree_map(lambda write: write.result(), writes)
-        self._count(end)
+        try:
+            tree_map(lambda write: write.result(), writes)
+            self._count(end)
+        except ValueError as error:
+            if "no space left" not in str(error).lower():
+                raise
+            raise OSError(errno.ENOSPC, "no space left", str(self.path)) from error
         return new
 
     def _new_rows(self, state: Any, modulus: int) -> tuple[int, int]:

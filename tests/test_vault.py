@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 
 import buffers
 from vault import Vault
@@ -311,6 +312,24 @@ def test_what_was_killed_as_it_began_is_begun_anew(tmp_path):
         Vault(tmp_path, ITEM, num_envs=2)  # there are arrays: nothing is counted anew
 
 
+def test_what_killed_writers_left_does_no_harm_and_is_removed(tmp_path):
+    """Such a file was written into by the next write of its chunk, and was longer than that."""
+    replay, state, writer = filled(tmp_path)
+    del writer  # and its lock
+    chunks = [path for path in tmp_path.rglob("*") if path.name == "0" and path.is_file()]
+    assert len(chunks) == 2
+    left_over = []
+    for path in [tmp_path / "vault.json", *chunks]:
+        left_over += [path.with_name(f"{path.name}.__lock")]
+        left_over += [path.with_name(f"{path.name}_0123456789abcdef.__lock")]
+    for path in left_over:
+        path.write_bytes(np.random.default_rng(0).bytes(5_000))
+    again = Vault(tmp_path, ITEM, num_envs=2)
+    assert again.write(replay.add_batch(state, rows(40, 50))) == 10
+    assert_holds(Vault(tmp_path, ITEM, num_envs=2), 0, 50)
+    assert not any(path.exists() for path in left_over)
+
+
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):
     _, _, vault = filled(tmp_path)
     for path in [p for p in tmp_path.rglob("*") if p.name == "0"]:
@@ -370,11 +389,12 @@ WRITER = """
 """
 
 
-def test_killed_at_any_moment_it_has_every_row_that_was_written(tmp_path):
-    """KILLS=50 in the environment kills the writer as many times."""
-    random, known = np.random.default_rng(0), 0
+@pytest.mark.parametrize("kills", [3, slow(25)])
+def test_killed_at_any_moment_it_has_every_row_that_was_written(kills, tmp_path):
+    random = np.random.default_rng(kills)
+    known = 0
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
-    for _ in range(int(os.environ.get("KILLS", "3"))):
+    for _ in range(kills):
         command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "vault")]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
             assert run.stdout.readline() == "opened 0\n"
