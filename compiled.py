@@ -1,22 +1,29 @@
-"""Compiled training: environment, replay and learning as one program, for one agent or many.
+"""Training in functional environments: many seeds, devices and hosts, as one compiled program.
 
-A script imports this module where its environment is functional, a FuncEnv of Gymnasium: pure
-functions in JAX. A log interval is then one call of one program:
+A script calls `train` of this module where its environment is a FuncEnv of Gymnasium: pure
+functions in JAX. Environment, replay and learning become one program, called once a log interval:
 
     for each agent:                                   # vmap over the seeds
-        for each iteration of the log interval:       # scan: CompiledLoop.run_interval
+        for each iteration of the log interval:       # scan: Program.run_interval
             for each of S steps:                      # scan: FunctionalEnvs.collect
                 N environments make a step            # vmap: FunctionalEnvs.step
-            the agent learns from the S * N steps     # update_training of the script
+            the agent learns from the S * N steps     # train_step of the algorithm
 """
 
+import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections import defaultdict, deque
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,19 +37,16 @@ class EnvState(NamedTuple):
     """Where N environments stand between two steps."""
 
     observation: Array  # [N, ...], what the policy sees
-    resetting: Array  # [N] bool, the next step ignores its action and only resets
+    valid: Array  # [N] bool, False where the next step only resets
     inner: Any  # [N, ...], the states of the functional environment
     length: Array  # [N] int32, steps of the episode so far
 
 
 class FunctionalEnvs:
-    """N copies of a functional environment, with a time limit and autoreset in NEXT_STEP mode.
+    """N copies of a functional environment, with autoreset in NEXT_STEP mode.
 
-    Args:
-      alg: the algorithm of a script.
-      func_env: gymnasium.experimental.functional.FuncEnv; its observations and rewards may be of
-        any dtype, they become that of the algorithm's example and float32.
-      time_limit: steps after which an episode is cut off, None if it is not.
+    Observations become the dtype of the algorithm's example, and rewards float32. `time_limit` is
+    the number of steps after which an episode is cut off, None if it is not.
     """
 
     def __init__(self, alg: Any, func_env: Any, time_limit: int | None) -> None:
@@ -55,67 +59,63 @@ class FunctionalEnvs:
         self.reward = jax.vmap(func_env.reward)
         self.terminal = jax.vmap(func_env.terminal)
 
-    def observe(self, stack: Array, goes_on: Array, inner: Any, keys: Array) -> Array:
+    def observe(self, stack: Array, valid: Array, inner: Any, keys: Array) -> Array:
         """What the policy sees in states `inner`: a frame, or the last K of its episode.
 
-        A stack [N, K, ...] has zeros from before an episode's start, where `goes_on` [N] is False.
+        A stack [N, K, ...] has zeros from before an episode's start: where the step that led here
+        was not `valid` [N], only the newest frame belongs to the episode.
         """
         frame = self.observation(inner, keys).astype(self.dtype)
         if self.alg.args.frame_stack == 1:
             return frame
-        goes_on = goes_on.reshape(-1, *[1] * frame.ndim)
-        older = jnp.where(goes_on, stack[:, 1:], 0)
+        valid = jnp.expand_dims(valid, range(1, stack.ndim))
+        older = jnp.where(valid, stack[:, 1:], 0)
         return jnp.concatenate([older, frame[:, None]], axis=1)
 
     def reset(self, key: Array, num_envs: int) -> EnvState:
         """Starts an episode in each of them."""
         keys = jax.random.split(key, num_envs)
         inner = self.initial(keys)
-        axes = self.alg.example.observation.shape
-        no_stack = jnp.zeros((num_envs, *axes), self.dtype)
-        resetting = jnp.zeros(num_envs, bool)
-        observation = self.observe(no_stack, resetting, inner, keys)
-        return EnvState(observation, resetting, inner, length=jnp.zeros(num_envs, jnp.int32))
+        stack = jnp.zeros((num_envs, *self.alg.example.observation.shape), self.dtype)
+        observation = self.observe(stack, jnp.zeros(num_envs, bool), inner, keys)
+        length = jnp.zeros(num_envs, jnp.int32)
+        return EnvState(observation, jnp.ones(num_envs, bool), inner, length)
 
-    def step(self, policy: Any, state: EnvState, inputs: tuple) -> tuple[EnvState, Any]:
+    def step(self, params: Any, state: EnvState, inputs: tuple) -> tuple[EnvState, Any]:
         """One step of each; `inputs` are their noise, their keys and the starts to reset to."""
         noise, keys, starts = inputs
-        is_step = ~state.resetting
-        action = self.alg.act(policy, state.observation, noise)
+        valid = state.valid
+        action = self.alg.act(params, state.observation, noise)
         action = action.astype(self.alg.example.action.dtype)
         env_action = self.alg.to_env_action(action)
         after = self.transition(state.inner, env_action, keys)
         reward = self.reward(state.inner, env_action, after, keys)
-        reward = jnp.where(is_step, reward, 0)
-        length = jnp.where(is_step, state.length + 1, 0)
-        terminated = is_step & self.terminal(after, keys)
-        is_late = length >= self.time_limit
+        reward = jnp.where(valid, reward, 0)
+        length = jnp.where(valid, state.length + 1, 0)
+        terminated = valid & self.terminal(after, keys)
+        truncated = (length >= self.time_limit) & ~terminated
         step = self.alg.example._replace(
             observation=state.observation,
             action=action,
             reward=reward.astype(jnp.float32),
             terminated=terminated,
-            truncated=is_late & ~terminated,
-            is_step=is_step,
+            truncated=truncated,
+            valid=valid,
         )
         choose = jax.vmap(jnp.where)
-        inner = jax.tree.map(lambda x, start: choose(is_step, x, start), after, starts)
-        observation = self.observe(state.observation, is_step, inner, keys)
-        return EnvState(observation, terminated | is_late, inner, length), step
+        inner = jax.tree.map(lambda x, start: choose(valid, x, start), after, starts)
+        observation = self.observe(state.observation, valid, inner, keys)
+        return EnvState(observation, ~(terminated | truncated), inner, length), step
 
-    def collect(
-        self, state: EnvState, policy: Any, noise: Array, key: Array
-    ) -> tuple[EnvState, Any]:
+    def collect(self, state: EnvState, params: Any, noise: Array, key: Array) -> tuple:
         """S steps of each, with noise [S, N, ...]: the EnvState and the Steps [S, N, ...]."""
         keys = jax.random.split(key, noise.shape[:2])
         # A start for every step, whether it is needed or not: one call takes a tenth of the time.
         starts = jax.vmap(self.initial)(keys)
-        state, rollout = jax.lax.scan(partial(self.step, policy), state, (noise, keys, starts))
+        state, rollout = jax.lax.scan(partial(self.step, params), state, (noise, keys, starts))
         return state, rollout._replace(next_observation=state.observation)
 
-    def evaluate(
-        self, policy: Any, episodes: int, key: Array, longest_episode: int
-    ) -> tuple[Array, Array]:
+    def evaluate(self, params: Any, episodes: int, key: Array, longest_episode: int) -> tuple:
         """The first episode of as many environments, without exploration.
 
         Returns their returns [episodes], and whether they ended [episodes] within so many steps.
@@ -126,176 +126,335 @@ class FunctionalEnvs:
         keys = jax.random.split(key, (steps, episodes))
 
         def has_more(carry: tuple) -> Array:
-            t, _, _, is_over = carry
-            return (t < steps) & ~is_over.all()
+            t, _, _, over = carry
+            return (t < steps) & ~over.all()
 
         def step(carry: tuple) -> tuple:
-            t, state, returns, is_over = carry
+            t, state, returns, over = carry
             no_starts = state.inner  # none is needed, as the first episode is the only one
-            state, row = self.step(policy, state, (noise, keys[t], no_starts))
-            returns += jnp.where(is_over, 0, row.reward)
-            return t + 1, state, returns, is_over | row.terminated | row.truncated
+            state, row = self.step(params, state, (noise, keys[t], no_starts))
+            returns += jnp.where(over, 0, row.reward)
+            return t + 1, state, returns, over | row.terminated | row.truncated
 
         state = self.reset(jax.random.fold_in(key, 0), episodes)
         returns = jnp.zeros(episodes, jnp.float32)
         start = (jnp.int32(0), state, returns, jnp.zeros(episodes, bool))
-        _, _, returns, is_over = jax.lax.while_loop(has_more, step, start)
-        return returns, is_over
+        _, _, returns, over = jax.lax.while_loop(has_more, step, start)
+        return returns, over
 
 
-def join_processes(
-    stop: Callable[[], bool], address: str | None, num_processes: int | None, process_id: int | None
-) -> Callable[[], bool]:
+def join_processes(how: str) -> None:
     """Makes this process one of those that train together. Only the first one prints.
 
-    None is what JAX finds out by itself under SLURM, Open MPI and Kubernetes. Returns a function
-    that says whether `stop` is true in any of the processes, which all call it at the same time.
-    ConnectionError if they do not find each other.
+    `how` is "auto", what JAX finds out by itself under SLURM, Open MPI and Kubernetes, or
+    "ADDRESS,PROCESSES,ID", such as "localhost:12345,2,0".
     """
-    wait: dict = {}
-    if jax.__version_info__ >= (0, 8, 2):
-        wait["shutdown_timeout_seconds"] = 60  # for the others, where this process has failed
     try:
-        jax.distributed.initialize(address, num_processes, process_id, **wait)
+        if how == "auto":
+            jax.distributed.initialize()
+        else:
+            address, processes, own_id = how.split(",")
+            jax.distributed.initialize(address, int(processes), int(own_id))
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(f"distributed: {error}") from error
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the end
-    return lambda: bool(multihost_utils.process_allgather(np.bool_(stop())).any())
 
 
 def make_mesh(num_seeds: int, num_envs: int, num_devices: int) -> Mesh:
     """The devices ["seeds", "envs"] of a run, `num_devices` of each process.
 
-    As many agents lie side by side as divide the devices; the others of them share an agent.
+    gcd(num_seeds, devices) agents are placed side by side; each gets the devices that are left.
     """
     devices = []
     for process in range(jax.process_count()):
         local = jax.local_devices(process)
         if len(local) < num_devices:
-            raise ValueError(f"num_devices: {num_devices} are wanted, only {len(local)} are there")
+            raise ValueError(f"num_devices: {num_devices} are wanted, {len(local)} are there")
         devices += local[:num_devices]
     side_by_side = math.gcd(num_seeds, len(devices))
     grid = np.reshape(devices, (side_by_side, -1))
     devices_of_one = grid.shape[1]
     if num_envs % devices_of_one > 0:
-        raise ValueError(
-            f"num_devices: {len(devices)} devices for {num_seeds} agents are {devices_of_one} "
-            f"for each, which do not divide its {num_envs} environments"
-        )
+        text = f"num_devices: {devices_of_one} devices for each agent do not divide its {num_envs}"
+        raise ValueError(f"{text} environments")
     return Mesh(grid, ("seeds", "envs"))
 
 
-class CompiledLoop:
-    """Trains num_seeds agents. It has the methods of a script's `OrdinaryLoop`.
+class Training(NamedTuple):
+    """All that changes of an agent, and that a checkpoint holds; of all agents [num_seeds, ...]."""
 
-    Args:
-      alg, run: the algorithm and the flags of the experiment.
-      env: the functional environment as gym.make gives it, with its time limit.
-      start_training: seed -> Training without environments, and the key to start these with.
-      update_training: Training, rollout, schedule -> Training, metrics, policy.
-      longest_episode: steps after which an evaluation cuts off an episode.
+    agent: Any  # the State of the algorithm
+    key: Array  # stays the same; the step of an iteration is folded into it
+    envs: EnvState
+    current: Array  # [2, N], return and length so far of the episodes that go on
+    ended: Array  # [3], number, returns, lengths of those that ended in this log interval
 
-    ValueError if the agents or environments cannot be spread over the devices.
+
+def count_episodes(training: Training, rollout: Any) -> Training:
+    """Adds the steps of a rollout [S, N] to the returns and lengths of their episodes."""
+
+    def count(carry: tuple, step: tuple) -> tuple[tuple, None]:
+        current, ended = carry
+        reward, valid, done = step
+        current += jnp.stack([reward, valid])
+        ended += jnp.append(done.sum(), jnp.sum(current, axis=1, where=done))
+        return (jnp.where(done, 0.0, current), ended), None
+
+    done = rollout.terminated | rollout.truncated
+    start = (training.current, training.ended)
+    (current, ended), _ = jax.lax.scan(count, start, (rollout.reward, rollout.valid, done))
+    return training._replace(current=current, ended=ended)
+
+
+class Program:
+    """The compiled programs that train num_seeds agents and evaluate them.
+
+    Agents are spread over the axis "seeds" of the mesh of devices, the environments of an agent
+    over "envs". All else of an agent is whole on each of its devices.
     """
 
-    def __init__(
-        self,
-        alg: Any,
-        run: Any,
-        env: Any,
-        start_training: Callable,
-        update_training: Callable,
-        longest_episode: int,
-    ) -> None:
+    def __init__(self, alg: Any, run: Any, script: Any) -> None:
+        env: Any = gym.make(run.env_id, **json.loads(run.env_kwargs))
         self.alg = alg
         self.run = run
+        self.script = script
         self.envs = FunctionalEnvs(alg, env.unwrapped.func_env, env.spec.max_episode_steps)
-        self.start_training = start_training
-        self.update_training = update_training
-        self.longest_episode = longest_episode
-        self.place_on_devices()
+        try:
+            self.mesh = make_mesh(run.num_seeds, alg.args.num_envs, run.num_devices)
+        except ValueError as error:
+            raise script.UsageError(error) from error
+        self.everywhere = NamedSharding(self.mesh, PartitionSpec())
+        alg.split_batch = self.split_batch
         evaluate_all = jax.vmap(self.evaluate_one, spmd_axis_name="seeds")
         self.evaluate_all = jax.jit(evaluate_all, out_shardings=self.everywhere)
+        self.one_agent = jax.jit(
+            lambda params, i: jax.tree.map(lambda x: x[i], params), out_shardings=self.everywhere
+        )
 
-    def place_on_devices(self) -> None:
-        """Says where the state of training lies; JAX makes the program for that.
+    def split_batch(self, batch: Any) -> Any:
+        """A batch [B, ...], split over the devices that train an agent together."""
+        devices = self.mesh.shape["envs"]
+        rows = len(jax.tree.leaves(batch)[0])
+        if devices == 1 or rows % devices > 0:
+            return batch
+        rows_on = NamedSharding(self.mesh, PartitionSpec("envs"))
+        return jax.lax.with_sharding_constraint(batch, rows_on)
 
-        Agents are spread over the axis "seeds" of the mesh, the environments of an agent over
-        "envs". All else that belongs to an agent is whole on each of its devices.
-        """
-        self.mesh = make_mesh(self.run.num_seeds, self.alg.args.num_envs, self.run.num_devices)
-        self.everywhere = NamedSharding(self.mesh, PartitionSpec())
-        self.agents_on = NamedSharding(self.mesh, PartitionSpec("seeds"))
-        self.envs_on = NamedSharding(self.mesh, PartitionSpec("seeds", "envs"))
+    def start_one(self, seed: Array) -> Training:
+        """The Training of an agent before the first step."""
+        num_envs = self.alg.args.num_envs
+        agent_key, env_key, key = jax.random.split(jax.random.PRNGKey(seed), 3)
+        return Training(
+            agent=self.alg.init(agent_key),
+            key=key,
+            envs=self.envs.reset(env_key, num_envs),
+            current=jnp.zeros((2, num_envs)),
+            ended=jnp.zeros(3),
+        )
 
-    def start(self) -> Any:
-        """The Training of all agents [num_seeds, ...] before the first step, on the devices."""
-
-        def start_one(seed: Array) -> Any:
-            training, env_key = self.start_training(seed)
-            return training._replace(envs=self.envs.reset(env_key, self.alg.args.num_envs))
-
+    def start(self) -> Training:
+        """The Training of all agents before the first step, on the devices."""
         # One after the other: XLA hangs in ten QR decompositions at once.
-        start_all = partial(jax.lax.map, start_one)
+        start_all = partial(jax.lax.map, self.start_one)
         seeds = (self.run.seed + np.arange(self.run.num_seeds)).astype(np.uint32)
+        agents_on = NamedSharding(self.mesh, PartitionSpec("seeds"))
         places = jax.eval_shape(start_all, seeds)._replace(
-            agent=self.agents_on,
-            key=self.agents_on,
-            current=self.agents_on,
+            agent=agents_on,
+            key=agents_on,
+            envs=NamedSharding(self.mesh, PartitionSpec("seeds", "envs")),
+            current=agents_on,
             ended=self.everywhere,  # each process reads it
-            envs=self.envs_on,
         )
         return jax.jit(start_all, out_shardings=places)(seeds)
 
-    def iterate(self, training: Any, schedule: dict) -> tuple[Any, dict]:
-        """An iteration of one agent: a rollout, and what is learned from it."""
-        key, noise_key, env_key = jax.random.split(training.key, 3)
-        noise = self.alg.draw_noise(noise_key, schedule)
-        policy = self.alg.policy(training.agent)
-        env_state, rollout = self.envs.collect(training.envs, policy, noise, env_key)
+    def iterate(self, training: Training, step: Array) -> tuple[Training, dict]:
+        """The iteration of an agent that begins at `step`: a rollout, and learning from it."""
+        noise_key, env_key, learn_key = jax.random.split(training.key, 3)
+        noise = self.alg.draw_noise(noise_key, step)
+        params = self.alg.acting_params(training.agent)
+        env_key = jax.random.fold_in(env_key, step)
+        envs, rollout = self.envs.collect(training.envs, params, noise, env_key)
         # Whole on each device: XLA would split a replay like what is stored in it, and put it
         # together again for each draw.
         rollout = jax.lax.with_sharding_constraint(rollout, self.everywhere)
-        training = training._replace(envs=env_state, key=key)
-        training, metrics, _ = self.update_training(training, rollout, schedule)
+        agent, _, metrics = self.alg.train_step(training.agent, rollout, learn_key, step)
+        training = training._replace(agent=agent, envs=envs)
+        return count_episodes(training, rollout), metrics
+
+    def run_interval(self, training: Training, steps: Array) -> tuple[Training, dict]:
+        """The iterations of an agent in a log interval: Training, metrics of the last one."""
+        training = training._replace(ended=jnp.zeros(3))
+        training, metrics = jax.lax.scan(self.iterate, training, steps)
+        metrics = jax.tree.map(lambda x: x[-1], metrics)
+        number, returns, lengths = training.ended
+        metrics["charts/episodic_return"] = returns / number  # NaN, not written, if none ended
+        metrics["charts/episodic_length"] = lengths / number
         return training, metrics
 
-    def run_interval(self, training: Any, schedules: dict) -> tuple[Any, dict]:
-        """The iterations of a log interval of one agent: Training, metrics of the last one."""
-        training = training._replace(ended=jnp.zeros_like(training.ended))
-        training, metrics = jax.lax.scan(self.iterate, training, schedules)
-        return training, jax.tree.map(lambda x: x[-1], metrics)
-
-    def program(self, training: Any) -> Callable:
-        """Training [num_seeds, ...], schedules -> the same after a log interval, and metrics."""
+    def compile(self, training: Training) -> Any:
+        """A function: Training of all agents, steps -> the same after them, metrics."""
         places = jax.tree.map(lambda x: x.sharding, training)
-        return jax.jit(
-            jax.vmap(self.run_interval, in_axes=(0, None), spmd_axis_name="seeds"),
-            donate_argnums=0,
-            out_shardings=(places, self.everywhere),
-        )
+        run_all = jax.vmap(self.run_interval, in_axes=(0, None), spmd_axis_name="seeds")
+        return jax.jit(run_all, donate_argnums=0, out_shardings=(places, self.everywhere))
 
-    def intervals(self, training: Any, steps: range) -> Iterator[tuple[int, Any, dict]]:
-        """Trains: yields the step, the Training and the metrics after each log interval."""
-        program = self.program(training)
-        for begin in steps:
-            end = begin + steps.step
-            starts = np.arange(begin, end, self.alg.steps_per_iteration)
-            with jax.sharding.set_mesh(self.mesh):  # over which `split_rows` splits batches
-                training, metrics = program(training, self.alg.schedule(starts))
-            yield end, training, metrics
-
-    def evaluate_one(self, policy: Any) -> tuple[Array, Array]:
+    def evaluate_one(self, params: Any) -> tuple[Array, Array]:
         """The returns [eval_episodes] of an agent, and whether the episodes ended."""
         # No key of training is one that 2**31 was folded into.
-        seed = np.uint32(self.run.seed % 2**32)
-        key = jax.random.fold_in(jax.random.PRNGKey(seed), 2**31)
-        return self.envs.evaluate(policy, self.run.eval_episodes, key, self.longest_episode)
+        key = jax.random.PRNGKey(np.uint32(self.run.seed % 2**32))
+        key = jax.random.fold_in(key, 2**31)
+        return self.envs.evaluate(params, self.run.eval_episodes, key, self.script.LONGEST_EPISODE)
 
-    def evaluate(self, policies: Any) -> np.ndarray:
-        """Returns [num_seeds, eval_episodes] without exploration."""
-        returns, is_over = self.evaluate_all(policies)
-        if not np.all(is_over):
-            tqdm.write(f"an evaluation cuts off episodes after {self.longest_episode:,} steps")
-        return np.asarray(returns)
+    def evaluate(self, params: Any) -> np.ndarray:
+        """The mean return of each agent [num_seeds] without exploration."""
+        returns, over = self.evaluate_all(params)
+        if not np.all(over):
+            tqdm.write(
+                f"an evaluation cuts off episodes after {self.script.LONGEST_EPISODE:,} steps"
+            )
+        return np.asarray(returns).mean(axis=1)
+
+
+def recent_returns(intervals: deque) -> np.ndarray:
+    """Mean returns [num_seeds] of the last 100 or more episodes, in whole log intervals.
+
+    `intervals` are `ended` of Training [num_seeds, 3], the newest first. NaN if no episode ended.
+    """
+    total = np.zeros_like(intervals[0])
+    for ended in intervals:
+        total = total + ended
+        if total[:, 0].min() >= 100:
+            break
+    return total[:, 1] / np.where(total[:, 0] > 0, total[:, 0], np.nan)
+
+
+def open_folder(args: Any, run: Any, script: Any) -> Path:
+    """The folder of the run, which the first process makes and tells the others."""
+    is_first = jax.process_index() == 0
+    text = b""
+    if is_first or run.resume:  # so that all of them end if the flags do not allow it
+        own_run = replace(run, distributed="", track=run.track and is_first)
+        text = str(script.open_folder(args, own_run)).encode()
+    if jax.process_count() == 1:
+        return Path(text.decode())
+    letters = np.frombuffer(text.ljust(1000), np.uint8)
+    return Path(bytes(multihost_utils.broadcast_one_to_all(letters)).decode().strip())
+
+
+def any_process(condition: bool) -> bool:
+    """Whether the condition holds in any of the processes, which all call this."""
+    if jax.process_count() == 1:
+        return condition
+    return bool(multihost_utils.process_allgather(np.bool_(condition)).any())
+
+
+def start(program: Program, script: Any) -> tuple[Training, list, Any]:
+    """Training of a run that begins or goes on, its event files [num_seeds], the script's Log."""
+    run = program.run
+    args = program.alg.args
+    training = program.start()
+    folder = open_folder(args, run, script)
+    begun = 0
+    recent: list = []
+    saved: Any = None
+    if run.checkpoint_interval > 0 or run.resume:
+        import checkpoints
+
+        saved = checkpoints.Checkpoints(folder)
+    if run.resume:
+        begun, training, recent = saved.newest(training)
+    vault = None
+    if getattr(args, "save_experience", False):
+        from vault import Vault
+
+        vault = Vault(folder / "experience", program.alg.stored, args.num_envs)
+        vault.write(training.agent.replay)  # drops what a resumed run had after its checkpoint
+    writers = []
+    for i in range(run.num_seeds if jax.process_index() == 0 else 0):
+        path = folder / f"seed_{run.seed + i}" if i > 0 else folder
+        writers.append(script.open_writer(path, asdict(run) | asdict(args), begun))
+    first = writers[0] if writers else None
+    quiet = None if writers else True  # None: where there is no terminal
+    bar = tqdm(initial=begun, total=args.total_timesteps, unit=" steps", disable=quiet)
+    shown: tuple = (bar, begun, time.time(), saved, vault, defaultdict(list), deque(recent))
+    return training, writers, script.Log(folder, first, *shown)
+
+
+def write_point(writers: list, log: Any, script: Any, step: int, metrics: dict) -> None:
+    """A point of the charts of each agent; `metrics` have numbers [num_seeds]."""
+    speed = (step - log.begun) / (time.time() - log.start_time)
+    metrics = {tag: np.asarray(values) for tag, values in metrics.items()}
+    for i, writer in enumerate(writers):
+        row = {tag: values[i] for tag, values in metrics.items()}
+        if i == 0:
+            script.write_point(log, step, row)
+        else:
+            script.write_metrics(writer, step, row | {"charts/SPS": speed})
+
+
+def evaluate_agents(
+    program: Program, training: Training, step: int, writers: list, log: Any
+) -> None:
+    """Logs the mean return of each agent without exploration, and keeps the best agent.
+
+    With --capture-video it records an episode of the first agent.
+    """
+    run = program.run
+    script = program.script
+    params = program.alg.acting_params(training.agent)
+    if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(params)):
+        tqdm.write(f"{step:,} steps: parameters are not finite, training has diverged")
+    if run.eval_episodes > 0:
+        scores = program.evaluate(params)
+        tqdm.write(f"{step:,} steps: return {scores.mean():.1f} without exploration")
+        for writer, score in zip(writers, scores, strict=False):  # only the first process has them
+            script.write_metrics(writer, step, {"eval/episodic_return": score})
+        if log.checkpoints is not None:
+            best = int(np.argmax(scores))
+            log.checkpoints.save_if_best(step, program.one_agent(params, best), scores[best])
+    if run.capture_video:
+        first = program.one_agent(params, 0)
+        script.evaluate(program.alg, run, first, 1, f"{log.folder}/videos/{step}")
+
+
+def train(alg: Any, run: Any, script: Any, signals: Any) -> tuple[Any, np.ndarray, Path]:
+    """As `train` of `script`, its module: States and mean returns [num_seeds, ...], folder."""
+    if run.capture_video and jax.process_count() > 1:
+        raise script.UsageError("capture_video: resume the run in one process for a video")
+    is_alone = run.num_seeds == 1 and jax.process_count() == 1
+    if getattr(alg.args, "save_experience", False) and not is_alone:
+        raise script.UsageError("save_experience: only that of one agent in one process is kept")
+    program = Program(alg, run, script)
+    training, writers, log = start(program, script)
+    run_interval = program.compile(training)
+    interval = math.ceil(run.log_interval / alg.steps_per_iteration) * alg.steps_per_iteration
+    intervals: deque = deque(maxlen=1_000)  # `ended` of each, the newest first
+    interrupted = False
+    end = log.begun
+    with ExitStack() as stack:
+        for writer in writers:
+            stack.callback(writer.close)
+        for step in range(log.begun, alg.args.total_timesteps, interval):
+            end = step + interval
+            steps = np.arange(step, end, alg.steps_per_iteration, dtype=np.int32)
+            training, metrics = run_interval(training, steps)
+            intervals.appendleft(np.asarray(training.ended))
+            log.recent.clear()
+            log.recent.extend(recent_returns(intervals))
+            write_point(writers, log, script, end, metrics)
+            if log.vault is not None:
+                log.vault.write(training.agent.replay)
+            interrupted = any_process(len(signals) > 0)
+            stops = interrupted or end >= alg.args.total_timesteps
+            if stops or script.is_due(run.checkpoint_interval, step, end):
+                params = program.one_agent(alg.acting_params(training.agent), 0)
+                script.save(log, end, (training, params, metrics))
+            if stops:
+                break
+            if script.is_due(run.eval_interval, step, end):
+                evaluate_agents(program, training, end, writers, log)
+        if not interrupted:
+            evaluate_agents(program, training, end, writers, log)
+        elif not signals:  # the signal came to another process
+            signals.append(signal.SIGTERM)
+    return training.agent, np.array(log.recent), log.folder

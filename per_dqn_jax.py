@@ -3,42 +3,36 @@
     python per_dqn_jax.py --env-id CartPole-v1 --num-envs 8
     python per_dqn_jax.py --env-id phys2d/CartPole-v1 --num-envs 10 --num-seeds 10
 
-In an iteration N environments make S steps with the same parameters, and these are then updated:
+In an iteration N environments make S steps with the same parameters, which are then updated:
 
-    for each log interval:                                                # train
-        for each of its iterations:                                       # OrdinaryLoop.intervals
-            noise = draw_noise(key, schedule)
-            for each of S steps:                                          # collect_rollout
-                action = act(policy, observation, noise)
-                observation, reward, terminated, truncated = envs.step(action)
-            state, metrics = train_step(state, rollout, schedule, key)    # update_training
-        write_metrics; when they are due, save and evaluate_agents
+    for each iteration:                                                     # train
+        noise = draw_noise(key, step)
+        for each of S steps:                                                # collect_rollout
+            action = act(params, observation, noise)
+            observation, reward, terminated, truncated = envs.step(action)
+        state, params, metrics = train_step(state, rollout, key, step)
+        when they are due: write_point, save, evaluate_agent
 
-Environments written in JAX are compiled with the learning into one program: compiled.py.
+Environments written in JAX are compiled with the learning into one program: see compiled.py.
 
 The proportional variant. Differs from the paper: Adam for RMSProp, no clipping of rewards and
 errors, hyperparameters for classic control. An episode that a time limit cuts off is bootstrapped.
 """
 
-import importlib
 import json
 import math
-import multiprocessing
 import re
-import shutil
-import signal
 import sys
-import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import gymnasium as gym
@@ -46,12 +40,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import tyro
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from jax import Array
-from jax.experimental import multihost_utils
-from jax.flatten_util import ravel_pytree
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -86,8 +77,7 @@ class Args:
     priority_epsilon: float = 1e-6  # added to abs(TD error): no transition is left out for good
     frame_stack: int = 1  # how many of an episode's last observations the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show them as they are
-    save_experience: bool = False  # keep all that the replay is given in the run's experience/
-    offline: str = ""  # such a folder: learn from it alone, without stepping an environment
+    save_experience: bool = False  # keep on disk all steps that were stored, in the run's folder
 
 
 class QNetwork(nn.Module):
@@ -98,7 +88,8 @@ class QNetwork(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         if x.dtype == jnp.uint8 and x.ndim > 2:
-            images = importlib.import_module("images")
+            import images
+
             if images.are_images(x):
                 return nn.Dense(self.num_actions)(images.nature_cnn(x))
         x = x.reshape(len(x), -1).astype(jnp.float32)
@@ -108,35 +99,40 @@ class QNetwork(nn.Module):
 
 
 class Step(NamedTuple):
-    """A step of an environment [...], of N of them [N, ...], or those of a rollout [S, N, ...]."""
+    """A step of an environment [...], of N of them [N, ...], or those of a rollout [S, N, ...].
+
+    In Gymnasium's NEXT_STEP mode the step after an episode's end only resets the environment. Its
+    action is ignored and its reward is 0. It is not `valid`: nothing is learned from it. So the
+    observation of a row is always what the row before it led to, also at the end of an episode.
+    """
 
     observation: Any
     action: Any
     reward: Any
     terminated: Any  # the episode ended by itself
-    truncated: Any  # it was cut off
-    is_step: Any  # False after the end of an episode, where the environment only resets
-    next_observation: Any = None  # of a rollout the observation after it [N, ...]
+    truncated: Any  # a time limit cut the episode off
+    valid: Any
+    next_observation: Any = None  # only of a rollout: the observation after its last step [N, ...]
 
 
 class Transition(NamedTuple):
-    """n steps of an environment taken as one [B, ...]."""
+    """n steps of an environment, taken as one [B, ...]."""
 
     observation: Array
     action: Array  # [B]
     reward: Array  # [B], the discounted sum of n rewards, or of fewer where the episode ended
-    discount: Array  # [B], of the value of next_observation, 0 where the episode terminated
+    discount: Array  # [B], of the value of next_observation; 0 where the episode terminated
     next_observation: Array
-    is_valid: Array  # [B], False where the first step only resets
+    valid: Array  # [B], False where the first of the steps only resets
 
 
 class State(NamedTuple):
     """All that learning changes."""
 
-    params: Array  # [P], as one vector: the fewer arrays, the faster the call of a program
-    target_params: Array  # [P]
+    params: Any
+    target_params: Any
     opt_state: optax.OptState
-    replay: Any  # the replay buffer's state, of Steps
+    replay: Any  # the state of the replay buffer of Steps
     updates: Array  # gradient steps so far
 
 
@@ -145,160 +141,147 @@ class DQN:
 
     acts_while_learning = True  # a rollout is collected while the one before is learned from
 
-    def __init__(self, args: Args, observation: np.ndarray, action_space: Any) -> None:
-        starts = args.batch_size <= args.learning_starts < args.total_timesteps
-        require(starts, "learning_starts must be at least batch_size, less than total_timesteps")
-        is_discrete = isinstance(action_space, gym.spaces.Discrete)
-        require(is_discrete, f"DQN takes Discrete actions, not {action_space}")
+    def __init__(self, args: Args, observation_space: Any, action_space: Any) -> None:
+        if not args.batch_size <= args.learning_starts < args.total_timesteps:
+            raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
+        if not isinstance(action_space, gym.spaces.Discrete):
+            raise UsageError(f"DQN takes Discrete actions, not {action_space}")
         self.args = args
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
         # The fewest steps that are whole gradient steps and whole steps of all environments.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
-        self.is_offline = args.offline != ""
-        steps = 0 if self.is_offline else self.steps_per_iteration // args.num_envs
-        self.rollout_shape = (steps, args.num_envs)
+        self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
         self.no_noise = np.int32(-1)
-        self.example = Step(observation, np.int32(0), np.float32(0), *[np.False_] * 3)
-        self.stored = self.example  # as the replay holds it: of a stack only the newest frame
+        dtype = np.uint8 if observation_space.dtype == np.uint8 else np.float32
+        observation = np.zeros(observation_space.shape, dtype)
+        no = np.False_
+        self.example = Step(observation, np.int32(0), np.float32(0), no, no, no)
+        self.stored = self.example  # as the replay holds it: only the newest frame of a stack
         if args.frame_stack > 1:
             self.stored = self.example._replace(observation=observation[-1])
-        self.network = QNetwork(self.num_actions)
-        shapes = jax.eval_shape(self.network.init, jax.random.PRNGKey(0), observation[None])
-        _, self.unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, shapes))
-        self.optimizer = optax.adam(args.learning_rate, eps=args.adam_epsilon)
-        window = args.frame_stack + args.n_step  # a stack, and n steps after it
+        self.network: Any = QNetwork(self.num_actions)
+        # As one vector, because many small arrays are slower; not for one that minds their shapes.
+        self.optimizer = optax.flatten(optax.adam(args.learning_rate, eps=args.adam_epsilon))
+        # A draw is a window: the frames of a stack, and n steps after it.
+        window = args.frame_stack + args.n_step
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
-        if self.is_offline:
-            rows = len(self.open_vault(args.offline, create=False))
-        capacity = rows * args.num_envs
-        self.experience_size = capacity if args.save_experience else 0
-        streams: Any = {"num_envs": args.num_envs, "sequence_length": window}
-        self.replay = buffers.prioritised_replay(capacity, args.priority_exponent, **streams)
-
-    def open_vault(self, folder: Path | str, create: bool = True) -> Any:
-        """The experience that is kept on disk there."""
-        vault = importlib.import_module("vault")
-        return vault.Vault(folder, self.stored, self.args.num_envs, create=create)
+        self.replay = buffers.prioritised_replay(
+            rows * args.num_envs,
+            args.priority_exponent,
+            num_envs=args.num_envs,
+            sequence_length=window,
+        )
+        self.split_batch = lambda batch: batch  # compiled.py may split it over devices
+        # Compiled for this object, so that the programs go when it goes.
+        self.act = jax.jit(self.act)
+        self.draw_noise = jax.jit(self.draw_noise)
 
     def init(self, key: Array) -> State:
         """The state before training."""
-        params, _ = ravel_pytree(self.network.init(key, self.example.observation[None]))
+        params = self.network.init(key, self.example.observation[None])
         opt_state = self.optimizer.init(params)
         replay = self.replay.init(self.stored)
         return State(params, params, opt_state, replay, updates=jnp.int32(0))
 
-    def restart(self, state: State) -> State:
-        """The state where environments start anew, before training and after a resume."""
-        replay = state.replay
-        if self.is_offline:
-            vault = self.open_vault(self.args.offline, create=False)
-            rows = 0 if replay.size else len(vault)  # a checkpoint has them, with their priorities
-            for begin in range(0, rows, 4096):
-                steps = vault.read(begin, min(begin + 4096, rows))
-                replay = self.replay.add_batch(replay, steps)
-            return state._replace(replay=replay)
-        # The episodes that went on are cut off: what the last row observed ends them.
-        steps = replay.storage
-        last = (replay.cursor - 1) % len(steps.is_step)
-        before = (replay.cursor - 2) % len(steps.is_step)
-        goes_on = steps.is_step[before] & ~steps.terminated[before]
-        truncated = steps.truncated.at[before].set(goes_on)
-        is_step = steps.is_step.at[last].set(False)
-        steps = steps._replace(truncated=truncated, is_step=is_step)
-        return state._replace(replay=replay._replace(storage=steps))
+    def cut_episodes_off(self, state: State) -> State:
+        """The state of a resumed run, whose environments start anew."""
+        import checkpoints
 
-    def schedule(self, steps: np.ndarray) -> dict[str, np.ndarray]:
-        """What changes with time, for the iterations that start at `steps`."""
+        return state._replace(replay=checkpoints.truncate_episodes(state.replay))
+
+    def epsilon(self, step: Any) -> Any:
+        """The probability of a random action."""
         args = self.args
-        exploration_steps = args.exploration_fraction * args.total_timesteps
-        epsilon = np.interp(steps, [0, exploration_steps], [args.start_e, args.end_e])
-        learns = steps + self.steps_per_iteration > args.learning_starts
-        gradient_steps = np.where(learns, self.updates_per_iteration, 0)
-        beta = np.interp(steps, [0, args.total_timesteps], [args.importance_exponent, 1])
-        return {
-            "epsilon": epsilon.astype(np.float32),
-            "gradient_steps": gradient_steps,
-            "beta": beta.astype(np.float32),
-        }
+        last = args.exploration_fraction * args.total_timesteps
+        progress = jnp.where(step < last, step / max(last, 1), 1)
+        return args.start_e + progress * (args.end_e - args.start_e)
 
-    def draw_noise(self, key: Array, schedule: dict) -> Array:
-        """The noise of a rollout [S, N]: random actions, -1 for the best one."""
-        explore_key, action_key = jax.random.split(key)
+    def beta(self, step: Array) -> Array:
+        """The importance exponent."""
+        beta = self.args.importance_exponent
+        return jnp.minimum(beta + (1 - beta) * step / self.args.total_timesteps, 1)
+
+    def draw_noise(self, key: Array, step: Any) -> Array:
+        """Noise of the rollout [S, N] that begins at `step`: random actions, or -1: the best."""
+        explore_key, action_key = jax.random.split(jax.random.fold_in(key, step))
         action = jax.random.randint(action_key, self.rollout_shape, 0, self.num_actions)
-        explores = jax.random.uniform(explore_key, self.rollout_shape) < schedule["epsilon"]
+        explores = jax.random.uniform(explore_key, self.rollout_shape) < self.epsilon(step)
         return jnp.where(explores, action, self.no_noise)
 
-    def policy(self, state: State) -> Array:
-        """What `act` needs of a state."""
+    def acting_params(self, state: State) -> Any:
+        """The part of a state that `act` needs."""
         return state.params
 
-    @partial(jax.jit, static_argnums=0)
-    def act(self, policy: Array, observation: Array, noise: Array) -> Array:
+    def act(self, params: Any, observation: Any, noise: Any) -> Array:
         """Actions [N] with noise [N]."""
-        best_action = jnp.argmax(self.q_values(policy, observation), axis=-1)
-        return jnp.where(noise < 0, best_action, noise)
+        q_values = self.network.apply(params, observation)
+        return jnp.where(noise < 0, jnp.argmax(q_values, axis=-1), noise)
 
     def to_env_action(self, action: Any) -> Any:
         """The environment's actions, which need not start at 0."""
         return action + self.first_action
 
-    def q_values(self, params: Array, observation: Array) -> Any:
-        """Q(s, .) [B, num_actions]."""
-        return self.network.apply(self.unravel(params), observation)
-
-    def fold(self, window: Step) -> Transition:
-        """Windows [B, W, ...] of steps as transitions of n steps, fewer where an episode ends."""
+    def to_transitions(self, window: Step) -> Transition:
+        """Makes n-step transitions [B, ...] of windows [B, W, ...], shorter at an episode's end."""
         args = self.args
-        observation = buffers.stack_frames(window.observation, args.frame_stack, window.is_step)
+        observation = buffers.stack_frames(window.observation, args.frame_stack, window.valid)
         first = args.frame_stack - 1  # the steps before it only fill its stack
-        steps = slice(first, first + args.n_step)
-        ends = (window.terminated[:, steps], window.truncated[:, steps])
-        reward, discount, taken = buffers.n_step_return(window.reward[:, steps], *ends, args.gamma)
-        last = observation[jnp.arange(len(taken)), taken]
-        action = window.action[:, first]
-        is_valid = window.is_step[:, first]
-        return Transition(observation[:, 0], action, reward, discount, last, is_valid)
+        after = first + args.n_step
+        reward, discount, taken = buffers.n_step_return(
+            window.reward[:, first:after],
+            window.terminated[:, first:after],
+            window.truncated[:, first:after],
+            args.gamma,
+        )
+        return Transition(
+            observation=observation[:, 0],
+            action=window.action[:, first],
+            reward=reward,
+            discount=discount,
+            next_observation=observation[jnp.arange(len(taken)), taken],
+            valid=window.valid[:, first],
+        )
 
-    def loss(self, params: Array, target_params: Array, batch: Transition, weights: Array) -> tuple:
+    def loss(self, params: Any, target_params: Any, batch: Transition, weights: Array) -> tuple:
         """Weighted mean squared TD error of the batch; the metrics and the TD errors [B]."""
-        next_q = self.q_values(target_params, batch.next_observation)
+        next_q = self.network.apply(target_params, batch.next_observation)
         chooser = next_q
         if self.args.double_q:
-            chooser = self.q_values(params, batch.next_observation)
+            chooser = self.network.apply(params, batch.next_observation)
         next_action = jnp.argmax(chooser, axis=-1)
         next_value = next_q[jnp.arange(len(next_q)), next_action]
         target = jax.lax.stop_gradient(batch.reward + batch.discount * next_value)
         # Not by an index, because its gradient would be a scatter.
         chosen = jax.nn.one_hot(batch.action, self.num_actions, dtype=jnp.float32)
-        values = self.q_values(params, batch.observation)
-        value = jnp.sum(values * chosen, axis=-1)
-        rows = jnp.maximum(batch.is_valid.sum(), 1)
+        q_values = self.network.apply(params, batch.observation)
+        value = jnp.sum(q_values * chosen, axis=-1)
+        rows = jnp.maximum(batch.valid.sum(), 1)
         td_error = target - value
-        loss = jnp.sum(weights * td_error**2, where=batch.is_valid) / rows
-        mean_value = jnp.sum(value, where=batch.is_valid) / rows
+        loss = jnp.sum(weights * td_error**2, where=batch.valid) / rows
+        mean_value = jnp.sum(value, where=batch.valid) / rows
         return loss, ({"losses/td_loss": loss, "losses/q_values": mean_value}, td_error)
 
-    def gradient_step(self, state: State, schedule: dict, key: Array) -> tuple[State, dict]:
+    def gradient_step(self, state: State, key: Array, step: Array) -> tuple[State, dict]:
         """Learns from a batch of the replay; moves the target network when it is due."""
         args = self.args
         sample = self.replay.sample(state.replay, key, args.batch_size)
-        batch = self.fold(split_rows(sample.experience))
+        batch = self.to_transitions(self.split_batch(sample.experience))
         gradient_of_loss = jax.grad(self.loss, has_aux=True)
-        probabilities = jnp.where(batch.is_valid, sample.probabilities, 0)
+        probabilities = jnp.where(batch.valid, sample.probabilities, 0)
         num_items = self.replay.size(state.replay)
-        weights = buffers.importance_weights(probabilities, num_items, schedule["beta"])
+        weights = buffers.importance_weights(probabilities, num_items, self.beta(step))
         gradient, (metrics, td_error) = gradient_of_loss(
             state.params, state.target_params, batch, weights
         )
         # A step that only resets is not drawn again.
-        priorities = jnp.where(batch.is_valid, jnp.abs(td_error) + args.priority_epsilon, 0)
+        priorities = jnp.where(batch.valid, jnp.abs(td_error) + args.priority_epsilon, 0)
         replay = self.replay.set_priorities(state.replay, sample.indices, priorities)
-        smallest = jnp.min(weights, where=batch.is_valid, initial=1)
+        smallest = jnp.min(weights, where=batch.valid, initial=1)
         metrics["losses/importance_weight_min"] = smallest
         metrics["losses/priority_max"] = replay.max_priority
-        changes, opt_state = self.optimizer.update(gradient, state.opt_state)
+        changes, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, changes)
         updates = state.updates + 1
         period = max(args.target_network_frequency // args.train_frequency, 1)
@@ -306,24 +289,34 @@ class DQN:
         target_params = optax.incremental_update(params, state.target_params, tau)
         return State(params, target_params, opt_state, replay, updates), metrics
 
-    def train_step(self, state: State, rollout: Step, schedule: dict, key: Array) -> tuple:
-        """Stores a rollout [S, N] and makes the gradient steps: State, metrics of the last one."""
+    def train_step(self, state: State, rollout: Step, key: Array, step: Array) -> tuple:
+        """Stores the rollout [S, N] that began at `step` and makes its gradient steps.
+
+        Returns the State, the parameters to act with, and the metrics of the last gradient step,
+        which are NaN where none was made.
+        """
         steps = rollout._replace(next_observation=None)
         if self.args.frame_stack > 1:
             steps = steps._replace(observation=rollout.observation[:, :, -1])
         if self.args.clip_rewards:
             steps = steps._replace(reward=jnp.sign(rollout.reward))
         state = state._replace(replay=self.replay.add_batch(state.replay, steps))
-        keys = jax.random.split(key, self.updates_per_iteration)
+        keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
+        _, shapes = jax.eval_shape(self.gradient_step, state, keys[0], step)
+        no_metrics = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
 
         def update(i: Array, carry: tuple) -> tuple:
             state, _ = carry
-            return self.gradient_step(state, schedule, keys[i])
+            state, metrics = self.gradient_step(state, keys[i], step)
+            return state, jax.tree.map(jnp.float32, metrics)
 
-        nan = jnp.float32(jnp.nan)  # which is not logged
-        no_metrics = {"losses/td_loss": nan, "losses/q_values": nan}
-        no_metrics |= {"losses/importance_weight_min": nan, "losses/priority_max": nan}
-        return jax.lax.fori_loop(0, schedule["gradient_steps"], update, (state, no_metrics))
+        learns = step + self.steps_per_iteration > self.args.learning_starts
+        gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
+        state, metrics = jax.lax.fori_loop(0, gradient_steps, update, (state, no_metrics))
+        metrics["charts/epsilon"] = self.epsilon(step)
+        metrics["charts/beta"] = self.beta(step)
+        metrics["charts/gradient_steps"] = gradient_steps
+        return state, self.acting_params(state), metrics
 
 
 Algorithm = DQN
@@ -331,588 +324,371 @@ Algorithm = DQN
 
 # === common to all scripts ===
 #
-# What is used of an algorithm: steps_per_iteration, rollout_shape, example, no_noise, is_offline,
-# acts_while_learning, experience_size; the functions init, restart, schedule, draw_noise, policy,
-# act, to_env_action, train_step and, where experience is kept, open_vault.
+# It uses of an algorithm: args, example, no_noise, steps_per_iteration, acts_while_learning, init,
+# cut_episodes_off, draw_noise, acting_params, act, to_env_action, train_step; stored, to keep it.
 
 LONGEST_EPISODE = 30_000  # steps of an evaluation; episodes of Atari have up to 27,000
 
 
 class UsageError(ValueError):
-    """A mistake in the flags, found before any training."""
-
-
-def require(condition: Any, message: str) -> None:
-    """Raises UsageError unless the condition holds."""
-    if not condition:
-        raise UsageError(message)
+    """A mistake in the flags, which the command line shows in one line."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of the experiment."""
+    """Flags of the experiment. Many seeds, devices or processes need an environment in JAX."""
 
     exp_name: str = Path(__file__).stem  # part of the folder's name
     env_id: str = "CartPole-v1"  # a registered Gymnasium environment; module:id imports the module
     env_kwargs: str = "{}"  # arguments of the environment in JSON, such as {"continuous": true}
+    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
     seed: int = 1  # seed of the environments, the exploration, the network and the learning
-    num_seeds: int = 1  # agents trained at once, with this seed and those after it; compiled only
-    num_devices: int = 1  # of each process, to spread these over, or the environments of one agent
-    async_envs: bool = False  # step each environment in a process of its own
+    num_seeds: int = 1  # agents trained at once, with this seed and those after it
+    num_devices: int = 1  # devices of a process that agents, or the environments of one, share
+    distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
     log_interval: int = 1_000  # steps between two points of the charts
+    eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
+    eval_episodes: int = 10  # episodes of an evaluation, without exploration; 0: no evaluation
+    capture_video: bool = False  # record one more episode at each evaluation
+    checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
     resume: str = ""  # folder of a run to go on with; its flags are the defaults of the others
-    checkpoint_interval: int = 100_000  # steps between two checkpoints; there is one at the end
-    eval_episodes: int = 10  # episodes without exploration at each checkpoint; 0: no evaluation
-    capture_video: bool = False  # record one more episode there
     track: bool = False  # log to Weights & Biases, too: WANDB_PROJECT, WANDB_ENTITY say where
 
 
-@dataclass(frozen=True)
-class Processes:
-    """Flags of this process, where several on one or many machines train together: compiled only.
-
-    SLURM, Open MPI and Kubernetes need no more than --distributed.
-    """
-
-    distributed: bool = False  # train with other processes
-    coordinator_address: str | None = None  # HOST:PORT of the first one
-    num_processes: int | None = None  # how many they are
-    process_id: int | None = None  # which one this is, from 0
+Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
 
 
-class Flags(NamedTuple):
-    """All flags."""
+class EnvState(NamedTuple):
+    """Where N environments stand between two rollouts."""
 
-    experiment: Run
-    algorithm: Args
-    processes: Processes = Processes()
-
-
-class Training(NamedTuple):
-    """All that changes and that a checkpoint holds; compiled [num_seeds, ...]."""
-
-    agent: State
-    key: Array
-    current: Array  # [2, N], return and length so far of the episodes that go on
-    ended: Array  # [3], number, returns, lengths of those that ended in this log interval
-    envs: Any = None  # where functional environments stand
+    observation: Any  # [N, ...]
+    valid: np.ndarray  # [N] bool, False where the next step only resets
+    unfinished: np.ndarray  # [2, N], returns and lengths so far of the episodes that go on
 
 
-def split_rows(batch: Any) -> Any:
-    """A batch [B, ...], split over the devices that train an agent together: docs/scale.md."""
-    devices = jax.sharding.get_abstract_mesh().shape.get("envs", 1)
-    rows = len(jax.tree.leaves(batch)[0])
-    if devices == 1 or rows % devices > 0:
-        return batch
-    return jax.lax.with_sharding_constraint(batch, jax.sharding.PartitionSpec("envs"))
+class Log(NamedTuple):
+    """What a run shows and keeps."""
+
+    folder: Path
+    writer: Any  # an event file of TensorBoard
+    bar: Any  # of tqdm
+    begun: int  # the step where training began
+    start_time: float  # and when, in seconds
+    checkpoints: Any  # None if nothing is saved
+    vault: Any  # experience on disk, None without --save-experience
+    scalars: dict[str, list]  # numbers since the last point of the charts, which shows their means
+    recent: deque  # returns of the last 100 episodes
 
 
-def start_training(alg: Algorithm, seed: Array) -> tuple[Training, Array]:
-    """The state before training, and a key to start functional environments with."""
-    key = jax.random.PRNGKey(seed)
-    agent_key, env_key, key = jax.random.split(key, 3)
-    agent = alg.init(agent_key)
-    current = jnp.zeros((2, alg.args.num_envs))
-    return Training(agent, key, current, ended=jnp.zeros(3)), env_key
-
-
-def count_episodes(training: Training, rollout: Step) -> Training:
-    """Adds each step of a rollout [S, N] to the episodes that ended or to those that go on."""
-    done = rollout.terminated | rollout.truncated
-    # Whether the episode of a step ends in this rollout: at that step or at a later one, [S, N].
-    ends = jax.lax.cumsum(done.astype(jnp.int32), reverse=True) > 0
-    # Whether the episode ends that was going on before, [N].
-    first_ends = jnp.any(done, axis=0)
-    steps = jnp.stack([rollout.reward, rollout.is_step])  # [2, S, N]
-    sums = jnp.sum(training.current, axis=1, where=first_ends)
-    sums += jnp.sum(steps, axis=(1, 2), where=ends)
-    ended = training.ended + jnp.append(done.sum(), sums)
-    current = jnp.where(first_ends, 0.0, training.current)
-    current += jnp.sum(steps, axis=1, where=~ends)
-    return training._replace(current=current, ended=ended)
-
-
-def update_training(alg: Algorithm, training: Training, rollout: Step, schedule: dict) -> tuple:
-    """Learns from a rollout [S, N] and counts its episodes: Training, metrics, policy."""
-    key, learn_key = jax.random.split(training.key)
-    agent, metrics = alg.train_step(training.agent, rollout, schedule, learn_key)
-    training = count_episodes(training._replace(agent=agent, key=key), rollout)
-    number = training.ended[0]
-    means = training.ended[1:] / jnp.where(number > 0, number, jnp.nan)  # NaN is not logged
-    metrics["charts/episodic_return"] = means[0]
-    metrics["charts/episodic_length"] = means[1]
-    for name, value in schedule.items():
-        metrics[f"charts/{name}"] = value
-    return training, metrics, alg.policy(agent)
-
-
-def is_native(run: Run, num_envs: int, kwargs: dict) -> bool:
-    """Whether to take the environment's own vector version, and not single ones in a loop.
-
-    From 4 environments on it is faster. It is also taken if there are no single ones, or if they
-    observe something else, so that the environment is the same at every num_envs.
-    """
-    single: Any = None
-    native: Any = None
-    with suppress(Exception):  # there is none, or it takes other arguments
-        single = gym.make(run.env_id, **kwargs)
-    if single is not None and hasattr(single.unwrapped, "func_env"):
-        return False  # its native version stops all of them while one resets
-    with suppress(Exception):
-        native = gym.make_vec(run.env_id, vectorization_mode="vector_entry_point", **kwargs)
-    if single is None:
-        return native is not None
-    if native is not None:
-        is_faster = num_envs >= 4 and not run.async_envs
-        return is_faster or native.single_observation_space != single.observation_space
-    if single.spec.vector_entry_point and kwargs:
-        is_other = is_native(run, 1, {})
-        require(not is_other, "its vector version, which is always taken, refuses these arguments")
-    return False
-
-
-def ignore_interrupts(env: gym.Env) -> gym.Env:
-    """In a terminal Ctrl-C reaches all processes, but only that of the training ends by it."""
-    if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return env
-
-
-def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "") -> VectorEnv:
-    """N environments that are stepped together; records their episodes if a folder is given."""
-    options: dict = {"vectorization_mode": "vector_entry_point"}
+def make_envs(args: Args, run: Run, num_envs: int, videos: str = "") -> VectorEnv:
+    """Environments that are stepped together; `videos` is a folder to record their episodes in."""
+    options: dict = {} if run.vectorization == "auto" else {"vectorization_mode": run.vectorization}
+    if run.vectorization == "async":
+        options["vector_kwargs"] = {"context": "forkserver"}  # a fork of JAX's threads can hang
+    if videos:
+        record = partial(gym.wrappers.RecordVideo, video_folder=videos)
+        options = {"vectorization_mode": "sync", "wrappers": [record], "render_mode": "rgb_array"}
     try:
         kwargs = json.loads(run.env_kwargs)
-        if is_native(run, num_envs, kwargs):
-            require(not video_folder, "capture_video: its vector version is never drawn")
-        else:
-            options = {"vectorization_mode": "sync", "vector_kwargs": {"copy": False}}
-            if run.async_envs:
-                how = {"copy": False, "context": "forkserver"}
-                options = {"vectorization_mode": "async", "vector_kwargs": how}
-            options["wrappers"] = [ignore_interrupts]
-        if video_folder:
-            record = partial(gym.wrappers.RecordVideo, video_folder=video_folder)
-            options["render_mode"] = "rgb_array"
-            options["wrappers"].append(record)
-        envs = gym.make_vec(run.env_id, num_envs, **options, **kwargs)
+        envs: Any = gym.make_vec(run.env_id, num_envs, **options, **kwargs)
+        if num_envs < 4 and envs.spec.vector_entry_point and envs.spec.entry_point and not options:
+            with suppress(Exception):  # so few are faster one by one, if that is the same
+                singles = gym.make_vec(run.env_id, num_envs, "sync", {"copy": False}, **kwargs)
+                if singles.single_observation_space == envs.single_observation_space:
+                    singles, envs = envs, singles
+                singles.close()
     except Exception as error:
         raise UsageError(f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}") from error
-    mode = str(envs.metadata.get("autoreset_mode"))
-    require("NEXT_STEP" in mode, f"{run.env_id}: its autoreset_mode must be NEXT_STEP, not {mode}")
-    space = envs.single_observation_space
-    hint = f"{run.env_id}: observations are {space}, no Box: wrap it as in docs/environments.md"
-    require(isinstance(space, gym.spaces.Box), hint)
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
+        raise UsageError(f"{run.env_id}: its autoreset_mode must be NEXT_STEP")
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        raise UsageError(f"{run.env_id}: observations must be a Box, see docs/environments.md")
     if args.frame_stack > 1:
-        return importlib.import_module("images").FrameStack(envs, args.frame_stack)
+        import images
+
+        return images.FrameStack(envs, args.frame_stack)
     return envs
 
 
-def environment_seed(run: Run, *step: int) -> int:
-    """The seed of the first of N environments that start at `step`; an evaluation has 0, 1."""
-    words = np.random.SeedSequence([run.seed, *step]).generate_state(1)
-    return int(words[0]) // 4  # 30 bits: some environments take no more than 31
+def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
+    """The algorithm, and whether its environment is written in JAX and so is compiled with it."""
+    warnings.filterwarnings("ignore", ".*AutoresetMode")  # which `make_envs` looks at
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # `act` takes a third of the time
+    flags = asdict(args) | asdict(run)
+    for name, value in flags.items():
+        least = 0 if name in ("seed", "eval_episodes", "checkpoint_interval") else 1
+        if type(value) is int and not least <= value < 2**31:
+            raise UsageError(f"{name} must be from {least} to 2**31 - 1, not {value}")
+    if run.capture_video:
+        import moviepy  # noqa: F401  because without it the run should not begin
+    look = run if run.vectorization == "auto" else replace(run, vectorization="sync")
+    with closing(make_envs(args, look, 1)) as envs:
+        alg = Algorithm(args, envs.single_observation_space, envs.single_action_space)
+    longest_gap = run.log_interval + alg.steps_per_iteration  # between two points of the charts
+    if flags.get("save_experience") and longest_gap > flags["buffer_size"]:
+        raise UsageError(f"save_experience: for log_interval buffer_size must be >= {longest_gap}")
+    spec: Any = envs.spec
+    if run.capture_video and spec.kwargs["vectorization_mode"] == "vector_entry_point":
+        raise UsageError(f"capture_video: the vector version of {run.env_id} is never drawn")
+    (single,) = getattr(envs.unwrapped, "envs", [envs])
+    if look is run and hasattr(single.unwrapped, "func_env") and not spec.additional_wrappers:
+        return alg, True
+    if run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
+        raise UsageError(f"{run.env_id} is not compiled: no num_seeds, num_devices, distributed")
+    return alg, False
+
+
+def environment_seed(run: Run, step: int, evaluation: bool = False) -> int:
+    """A seed for environments that start at `step`; runs, resumes and evaluations share none."""
+    (word,) = np.random.SeedSequence([run.seed, step, evaluation]).generate_state(1)
+    return int(word) // 4  # 30 bits, because some environments take no more than 31
+
+
+def count_episodes(rollout: Step, unfinished: np.ndarray, scalars: dict) -> np.ndarray:
+    """Adds returns and lengths of episodes that end to `scalars`; gives those of others [2, N]."""
+    steps = np.stack([rollout.reward, rollout.valid], dtype=np.float64)  # [2, S, N]
+    sums = unfinished[:, None] + np.cumsum(steps, axis=1)  # as if no episode ended
+    for t, env in np.argwhere(rollout.terminated | rollout.truncated):
+        episode = sums[:, t, env].copy()
+        scalars["charts/episodic_return"].append(episode[0])
+        scalars["charts/episodic_length"].append(episode[1])
+        sums[:, t:, env] -= episode[:, None]
+    return sums[:, -1]
 
 
 def collect_rollout(
-    alg: Algorithm, envs: VectorEnv, observation: np.ndarray, is_step: Any, policy: Any, noise: Any
-) -> tuple:
-    """Steps the environments with noise [S, N, ...]: Steps [S, N, ...]; the next is_step [N]."""
+    alg: Algorithm, envs: VectorEnv, params: Any, state: EnvState, noise: Any, log: Log
+) -> tuple[Step, EnvState]:
+    """Steps the environments with noise [S, N, ...]: Steps [S, N, ...], the next EnvState."""
+    observation, valid, _ = state
     steps_and_envs = noise.shape[:2]
     rollout = jax.tree.map(lambda x: np.empty(steps_and_envs + x.shape, x.dtype), alg.example)
     for t in range(len(noise)):
-        action = np.asarray(alg.act(policy, observation, noise[t]))
+        action = np.asarray(alg.act(params, observation, noise[t]))
         rollout.observation[t] = observation  # before the step, which may write over it
-        observation, reward, terminated, truncated, _ = envs.step(alg.to_env_action(action))
+        observation, reward, terminated, truncated, info = envs.step(alg.to_env_action(action))
         rollout.action[t] = action
         rollout.reward[t] = reward
         rollout.terminated[t] = terminated
         rollout.truncated[t] = truncated
-        rollout.is_step[t] = is_step
-        is_step = ~(rollout.terminated[t] | rollout.truncated[t])
-    return rollout._replace(next_observation=observation.copy()), is_step
+        rollout.valid[t] = valid
+        valid = ~(terminated | truncated)
+    rollout = rollout._replace(next_observation=observation.copy())
+    unfinished = count_episodes(rollout, state.unfinished, log.scalars)
+    return rollout, EnvState(rollout.next_observation, valid, unfinished)
 
 
-def evaluate(
-    alg: Algorithm, run: Run, policy: Any, episodes: int, video_folder: str = ""
-) -> np.ndarray:
+def greedy_action(alg: Algorithm, params: Any, observation: Any) -> np.ndarray:
+    """The environment's actions [N] for observations [N, ...], without exploration."""
+    no_noise = np.stack([alg.no_noise] * len(observation))
+    return alg.to_env_action(np.asarray(alg.act(params, observation, no_noise)))
+
+
+def evaluate(alg: Algorithm, run: Run, params: Any, episodes: int, videos: str = "") -> np.ndarray:
     """Returns [episodes] of the first episode of as many environments, without exploration."""
-    no_noise = np.stack([alg.no_noise] * episodes)
     returns = np.zeros(episodes)
-    is_over = np.zeros(episodes, bool)
-    with closing(make_envs(alg.args, run, episodes, video_folder)) as envs:
-        observation, _ = envs.reset(seed=environment_seed(run, 0, 1))
+    over = np.zeros(episodes, bool)
+    with closing(make_envs(alg.args, run, episodes, videos)) as envs:
+        observation, _ = envs.reset(seed=environment_seed(run, 0, evaluation=True))
         for _ in range(LONGEST_EPISODE):
-            action = np.asarray(alg.act(policy, observation, no_noise))
-            observation, reward, terminated, truncated, _ = envs.step(alg.to_env_action(action))
-            returns += np.where(is_over, 0, reward)
-            is_over |= terminated | truncated
-            if is_over.all():
+            action = greedy_action(alg, params, observation)
+            observation, reward, terminated, truncated, _ = envs.step(action)
+            returns += np.where(over, 0, reward)
+            over |= terminated | truncated
+            if over.all():
                 return returns
     tqdm.write(f"an evaluation cuts off episodes after {LONGEST_EPISODE:,} steps")
     return returns
 
 
-class OrdinaryLoop:
-    """Trains one agent in environments that are stepped from Python."""
+def load_policy(folder: Path | str) -> Callable[[Any], np.ndarray]:
+    """The best agent of a run: a function of observations [N, ...] to the environment's actions."""
+    import checkpoints
 
-    def __init__(self, alg: Algorithm, run: Run) -> None:
-        self.alg = alg
-        self.run = run
-        self.update = jax.jit(partial(update_training, alg), donate_argnums=0)
-        self.draw_noises = jax.jit(jax.vmap(self.draw_noise))
-
-    def start(self) -> Training:
-        """The state before training."""
-        seed = np.uint32(self.run.seed % 2**32)
-        training, _ = jax.jit(start_training, static_argnums=0)(self.alg, seed)
-        return training
-
-    def draw_noise(self, step: Array, schedule: dict) -> Array:
-        """The noise of the rollout that starts at `step`."""
-        key = jax.random.fold_in(jax.random.PRNGKey(self.run.seed), step)
-        return self.alg.draw_noise(key, schedule)
-
-    def iterations(self, steps: range) -> Iterator:
-        """Yields the first step of each iteration, its schedule and its noise."""
-        for begin in steps:
-            starts = np.arange(begin, begin + steps.step, self.alg.steps_per_iteration)
-            schedules = self.alg.schedule(starts)
-            noises = np.asarray(self.draw_noises(starts, schedules))  # in one call, which is faster
-            for i, step in enumerate(starts):
-                schedule = {name: values[i] for name, values in schedules.items()}
-                yield int(step), schedule, noises[i]
-
-    def intervals(self, training: Training, steps: range) -> Iterator:
-        """Trains: yields step, Training, metrics after each log interval, None if one failed."""
-        alg = self.alg
-        failure = None
-        agent = alg.restart(training.agent)
-        training = training._replace(agent=agent, current=jnp.zeros_like(training.current))
-        # A copy, because `update` writes over the state while the policy is acted with.
-        policy = jax.tree.map(jnp.copy, alg.policy(agent))
-        learning: Future = Future()
-        learning.set_result((training, {}, policy))
-        envs = make_envs(alg.args, self.run, alg.args.num_envs)
-        with closing(envs), ThreadPoolExecutor(max_workers=1) as learner:
-            observation, _ = envs.reset(seed=environment_seed(self.run, steps.start))
-            is_step = np.ones(len(observation), bool)
-            for step, schedule, noise in self.iterations(steps):
-                try:
-                    rollout, is_step = collect_rollout(
-                        alg, envs, observation, is_step, policy, noise
-                    )
-                except Exception as error:
-                    error.add_note(f"in {self.run.env_id} at step {step}")
-                    failure = error
-                training, metrics, policy = learning.result()
-                if failure:
-                    yield step, training, None
-                    raise failure
-                observation = rollout.next_observation
-                if step in steps[1:]:
-                    yield step, training, metrics
-                if step in steps:
-                    training = training._replace(ended=jnp.zeros(3))
-                learning = learner.submit(self.update, training, rollout, schedule)
-                if not alg.acts_while_learning:
-                    _, _, policy = learning.result()
-            training, metrics, _ = learning.result()
-            yield steps[-1] + steps.step, training, metrics
-
-    def evaluate(self, policy: Any) -> np.ndarray:
-        """Returns [eval_episodes] without exploration."""
-        return evaluate(self.alg, self.run, policy, self.run.eval_episodes)
-
-
-def check_flags(args: Args, run: Run) -> None:
-    """Finds the mistakes that can be seen without an environment."""
-    flags = asdict(args) | asdict(run)
-    for name, value in flags.items():
-        least = 0 if name in ("seed", "eval_episodes") else 1
-        if type(value) is int and value < least:
-            raise UsageError(f"{name} must be at least {least}, not {value}")
-    is_object = isinstance(json.loads(run.env_kwargs), dict)
-    require(is_object, f"env_kwargs must be an object in JSON, not {run.env_kwargs}")
-    if run.track:
-        importlib.import_module("wandb")
-
-
-def set_up(args: Args, run: Run) -> tuple:
-    """The algorithm and the loop that trains it; checks the flags."""
-    check_flags(args, run)
-    with tempfile.TemporaryDirectory() as folder:
-        video_folder = f"{folder}/videos" if run.capture_video else ""
-        envs: Any = make_envs(args, replace(run, async_envs=False), 1, video_folder)
-        envs.close()
-    space = envs.single_observation_space
-    dtype = np.uint8 if space.dtype == np.uint8 else np.float32
-    env = envs.unwrapped.envs[0] if hasattr(envs.unwrapped, "envs") else envs
-    kwargs = json.loads(run.env_kwargs)
-    is_vector = run.async_envs and is_native(run, 1, kwargs)
-    require(not is_vector, f"async_envs: {run.env_id} has a vector version, which is always taken")
-    is_functional = hasattr(env.unwrapped, "func_env") and not envs.spec.additional_wrappers
-    try:
-        alg = Algorithm(args, np.zeros(space.shape, dtype), envs.single_action_space)
-        if is_functional and not alg.is_offline:
-            require(not run.async_envs, f"async_envs: {run.env_id} is compiled")
-            compiled = importlib.import_module("compiled")
-            parts = [partial(start_training, alg), partial(update_training, alg)]
-            loop: Any = compiled.CompiledLoop(alg, run, env, *parts, LONGEST_EPISODE)
-        else:
-            is_one = run.num_seeds == run.num_devices == jax.process_count() == 1
-            require(is_one, f"{run.env_id} trains one agent only, on one device of one process")
-            loop = OrdinaryLoop(alg, run)
-    except ValueError as error:
-        raise UsageError(error) from error
-    is_kept = alg.experience_size == 0 or run.num_seeds == jax.process_count() == 1
-    require(is_kept, "save_experience: only that of one agent in one process is kept")
-    is_drawn = not run.capture_video or jax.process_count() == 1
-    require(is_drawn, "capture_video: resume the run in one process for a video")
-    return alg, loop
-
-
-def steps_per_interval(alg: Algorithm, run: Run) -> int:
-    """The steps of a log interval, which is whole iterations."""
-    steps = math.ceil(run.log_interval / alg.steps_per_iteration) * alg.steps_per_iteration
-    is_kept = alg.experience_size == 0 or steps <= alg.experience_size
-    require(is_kept, f"save_experience: log_interval {steps} is more than buffer_size holds")
-    return steps
-
-
-def new_folder(run: Run) -> Path:
-    """A folder under runs/ that no other run has, the same in all processes."""
-
-    def folder(start: int) -> Path:
-        name = f"{run.env_id}__{run.exp_name}__{run.seed}__{start}"
-        return Path("runs", re.sub("[/:]", "-", name)).absolute()
-
-    start = int(time.time())
-    while jax.process_index() == 0:
-        with suppress(FileExistsError):  # of a run that started in the same second
-            folder(start).mkdir(parents=True)
-            break
-        start += 1
-    return folder(int(multihost_utils.broadcast_one_to_all(start)))
-
-
-def saved_flags(folder: Path) -> Flags:
-    """The flags that a run was started with."""
-    saved = json.loads((folder / "args.json").read_text())
-    is_ours = saved["args"].keys() == asdict(Args()).keys()
-    require(is_ours, f"resume: {folder} is a run of another script")
-    return Flags(Run(**saved["run"]), Args(**saved["args"]))
+    run, args = checkpoints.read_flags(folder, Run, Args)
+    alg, _ = set_up(args, replace(run, capture_video=False))
+    like = jax.jit(lambda key: alg.acting_params(alg.init(key)))(jax.random.PRNGKey(0))
+    return partial(greedy_action, alg, checkpoints.Checkpoints(folder).best(like))
 
 
 def open_folder(args: Args, run: Run) -> Path:
-    """The folder of a new run, or of the one to go on with; the flags are in its args.json."""
-    if run.resume:
-        folder = Path(run.resume).absolute()
-        started, started_args, _ = saved_flags(folder)
-        same_args = replace(started_args, total_timesteps=args.total_timesteps)
-        require(args == same_args, "resume: only total_timesteps may change")
-        for name in ("env_id", "env_kwargs", "seed", "num_seeds"):
-            before = getattr(started, name)
-            require(getattr(run, name) == before, f"resume: {name} must stay {before}")
-        run = started
-    else:
-        folder = new_folder(run)
+    """The folder of the run, which has its flags: a new one under runs/, or that of --resume."""
     flags = {"run": asdict(run), "args": asdict(args)}
-    if jax.process_index() == 0:
+    if run.resume:
+        import checkpoints
+
+        folder = checkpoints.reopen_folder(args, run)
+    else:
+        name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**6}"
+        folder = Path("runs", re.sub("[/:]", "-", name)).absolute()
+    if run.track:  # Weights & Biases follows the event files
+        import wandb
+
+        name = folder.name
+        wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
+    if not run.resume:
+        folder.mkdir(parents=True)
         (folder / "args.json").write_text(json.dumps(flags))
     return folder
 
 
-def open_writers(run: Run, folder: Path, flags: dict, begun: int) -> list:
-    """TensorBoard's event files, one for each agent; only the first process has them."""
-    if jax.process_index() > 0:
-        return []
-    if run.track:  # Weights & Biases follows the event files
-        wandb = importlib.import_module("wandb")
-        name = folder.name
-        wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
-    table = "|flag|value|\n|-|-|\n"
-    for name, value in flags.items():
-        table += f"|{name}|{value}|\n"
+def open_writer(folder: Path, flags: dict, begun: int) -> Any:
+    """An event file of TensorBoard, which begins with a table of the flags."""
+    table = "|flag|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in flags.items())
     start = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of later steps
-    writers = []
-    for i in range(run.num_seeds):
-        path = folder / f"seed_{run.seed + i}" if i > 0 else folder
-        writer = event_file_writer.EventFileWriter(str(path), flush_secs=1)  # wandb replaces it
-        event = partial(Event, wall_time=time.time(), step=begun + 1)
-        writer.add_event(event(session_log=start))
-        writer.add_event(event(summary=text_pb("hyperparameters", table)))
-        writers.append(writer)
-    return writers
+    writer = event_file_writer.EventFileWriter(str(folder), flush_secs=1)  # wandb replaces it
+    event = partial(Event, wall_time=time.time(), step=begun + 1)
+    writer.add_event(event(session_log=start))
+    writer.add_event(event(summary=text_pb("hyperparameters", table)))
+    return writer
 
 
-def write_metrics(writers: list, step: int, metrics: dict) -> None:
-    """Writes {tag: one value, or one for each agent}, but not NaN."""
-    rows = {tag: np.ravel(values) for tag, values in metrics.items()}
-    for i, writer in enumerate(writers):
-        points = []
-        for tag, values in rows.items():
-            value = values[i % len(values)]
-            if not math.isnan(value):
-                points.append(Summary.Value(tag=tag, simple_value=value))
-        # All in one event, because add_scalar takes 0.2 ms for each.
-        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+def write_metrics(writer: Any, step: int, metrics: dict) -> None:
+    """Adds a point to each chart of {tag: number}, but no NaN; all in one event, the fastest."""
+    points = [Summary.Value(tag=k, simple_value=x) for k, x in metrics.items() if not math.isnan(x)]
+    writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
 
 
-def recent_returns(intervals: Iterable, otherwise: Any) -> np.ndarray:
-    """Mean return [num_seeds] over the fewest newest log intervals in which 100 episodes ended.
+def write_point(log: Log, step: int, metrics: dict) -> None:
+    """Writes metrics and the means of `scalars`; shows how far training is, in a bar or lines."""
+    log.recent.extend(log.scalars["charts/episodic_return"])
+    means = {tag: np.mean(values) for tag, values in log.scalars.items() if values}
+    log.scalars.clear()
+    speed = (step - log.begun) / (time.time() - log.start_time)
+    write_metrics(log.writer, step, metrics | means | {"charts/SPS": speed})
+    text = f"return {np.mean(log.recent or math.nan):.1f}"
+    if log.bar.disable and 20 * step // log.bar.total > 20 * log.bar.n // log.bar.total:
+        print(f"{step:,} steps, {speed:,.0f} a second, {text}", flush=True)
+    log.bar.n = step
+    log.bar.set_postfix_str(text)
 
-    `intervals` have `ended` of Training, the newest first. Without an episode it is `otherwise`.
-    """
-    total: Any = 0
-    for ended in intervals:
-        total = total + ended
-        number, returns, _ = total.T
-        if number.min() >= 100:
-            break
-    return np.where(number > 0, returns / np.maximum(number, 1), otherwise)
+
+def is_due(interval: int, step: int, end: int) -> bool:
+    """Whether the steps from `step` to `end` reach a multiple of the interval; 0: never."""
+    return interval > 0 and end // interval > step // interval
 
 
-def evaluate_agents(
-    alg: Algorithm, run: Run, loop: Any, training: Training, step: int, folder: Path
-) -> Any:
-    """The mean return of each agent [num_seeds] without exploration, and a video of an episode."""
-    scores = np.nan
-    policy = alg.policy(training.agent)
-    if not jnp.isfinite(ravel_pytree(policy)[0]).all():
+def start(alg: Any, run: Run, envs: VectorEnv, key: Array) -> tuple[State, EnvState, Log]:
+    """State, EnvState and Log of a run that begins or goes on."""
+    state = jax.jit(alg.init)(key)
+    folder = open_folder(alg.args, run)
+    begun = 0
+    recent: list = []
+    saved: Any = None
+    if run.checkpoint_interval > 0 or run.resume:
+        import checkpoints
+
+        saved = checkpoints.Checkpoints(folder)
+    if run.resume:
+        begun, state, recent = saved.newest(state)
+        state = alg.cut_episodes_off(state)
+    vault = None
+    if getattr(alg.args, "save_experience", False):
+        from vault import Vault
+
+        vault = Vault(folder / "experience", alg.stored, alg.args.num_envs)
+        vault.write(state.replay)  # drops what a resumed run had after its checkpoint
+    writer = open_writer(folder, asdict(run) | asdict(alg.args), begun)
+    bar = tqdm(initial=begun, total=alg.args.total_timesteps, unit=" steps", disable=None)
+    observation, _ = envs.reset(seed=environment_seed(run, begun))
+    valid = np.ones(envs.num_envs, bool)
+    env_state = EnvState(observation, valid, unfinished=np.zeros((2, envs.num_envs)))
+    returns = deque(recent, maxlen=100)
+    log = Log(folder, writer, bar, begun, time.time(), saved, vault, defaultdict(list), returns)
+    return state, env_state, log
+
+
+def save(log: Log, step: int, learned: tuple) -> None:
+    """Saves the State, and apart from it what `act` needs, unless nothing of the run is saved."""
+    if log.checkpoints is not None:
+        log.checkpoints.save(step, learned[0], learned[1], log.recent)
+
+
+def evaluate_agent(alg: Algorithm, run: Run, params: Any, step: int, log: Log) -> None:
+    """Logs the mean return without exploration, keeps the best agent, and records a video."""
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves(params)):
         tqdm.write(f"{step:,} steps: parameters are not finite, training has diverged")
     if run.eval_episodes > 0:
-        returns = loop.evaluate(policy).reshape(run.num_seeds, -1)
-        tqdm.write(f"{step:,} steps: return {returns.mean():.1f} without exploration")
-        scores = returns.mean(axis=1)
+        score = evaluate(alg, run, params, run.eval_episodes).mean()
+        tqdm.write(f"{step:,} steps: return {score:.1f} without exploration")
+        write_metrics(log.writer, step, {"eval/episodic_return": score})
+        if log.checkpoints is not None:
+            log.checkpoints.save_if_best(step, params, score)
     if run.capture_video:
-        if training.envs is not None:  # compiled: that of the first agent
-            policy = jax.tree.map(lambda x: x[0], policy)
-        try:
-            evaluate(alg, run, policy, 1, f"{folder}/videos/{step}")
-        except Exception as error:
-            error.add_note("MuJoCo without a screen needs MUJOCO_GL=egl or MUJOCO_GL=osmesa")
-            raise
-    return scores
+        evaluate(alg, run, params, 1, f"{log.folder}/videos/{step}")
 
 
-def show_progress(bar: tqdm, steps: range, step: int, speed: float, returns: Callable) -> None:
-    """The bar in a terminal; elsewhere a line about every 5 percent."""
-    is_line_due = bar.disable and step % max(steps.stop // 20, 1) < steps.step
-    if bar.update(steps.step) or is_line_due:
-        text = f"return {returns().mean():.1f}"
-        bar.set_postfix_str(text)
-        if is_line_due:
-            print(f"{step:,} steps, {speed:,.0f} a second, {text}", flush=True)
+def train(args: Args, run: Run, signals: Sequence[int] = ()) -> tuple[State, np.ndarray, Path]:
+    """Trains until a signal comes: State, mean returns of the last episodes [num_seeds], folder."""
+    alg, is_functional = set_up(args, run)
+    if is_functional:
+        import compiled
 
-
-def open_checkpoints(run: Run, folder: Path, training: Training) -> tuple:
-    """The checkpoints of a run; step and state of the newest, of a new run 0 and `training`."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    checkpoints = ocp.CheckpointManager(folder / "checkpoints", options=options)
-    if not run.resume:
-        return checkpoints, 0, training
-    step = checkpoints.latest_step()
-    require(step is not None, f"resume: {folder} has no checkpoint")
-    return checkpoints, step, checkpoints.restore(step, args=ocp.args.StandardRestore(training))
-
-
-def save(checkpoints: Any, writers: list, step: int, training: Training) -> None:
-    """Saves the state of training and what was logged until then."""
-    for writer in writers:
-        writer.flush()  # raises the error of a full disk
-    if step == checkpoints.latest_step():
-        return
-    folder = checkpoints.directory.parent
-    num_bytes = sum(x.nbytes for x in jax.tree.leaves(training))
-    # In one line, where orbax would fail in many.
-    has_room = shutil.disk_usage(folder).free > 2 * num_bytes
-    require(has_room, f"no space left, --resume {folder}")
-    checkpoints.save(step, args=ocp.args.StandardSave(training))
-
-
-def train(args: Args, run: Run, stop: Callable[[], bool] = lambda: False) -> tuple:
-    """Trains num_seeds agents, until `stop` says so after a log interval.
-
-    Returns the state, the mean return of the last episodes [num_seeds], the folder.
-    """
-    alg, loop = set_up(args, run)
-    interval = steps_per_interval(alg, run)
-    folder = open_folder(args, run)
-    checkpoints, begun, training = open_checkpoints(run, folder, loop.start())
-    writers = open_writers(run, folder, asdict(run) | asdict(args), begun)
-    vault = alg.open_vault(folder / "experience") if alg.experience_size > 0 else None
-    if vault is not None:  # drops what a run that is resumed had after its checkpoint
-        vault.write(training.agent.replay)
-    steps = range(begun, args.total_timesteps, interval)
-    # A run that is complete is only evaluated.
-    intervals = loop.intervals(training, steps) if steps else [(begun, training, {})]
-    is_quiet = jax.process_index() > 0 or None  # None: where there is no terminal
-    bar = tqdm(total=len(steps) * interval, unit=" steps", unit_scale=True, disable=is_quiet)
-    ended: deque = deque(maxlen=1_000)
-    scores = np.nan
-    start_time = time.time()
-    for step, training, metrics in intervals:
-        if vault is not None:
-            vault.write(training.agent.replay)
-        if metrics is None:  # an environment failed: its error comes next
-            save(checkpoints, writers, step, training)
-            continue
-        is_stopped = stop()
-        is_due = step >= args.total_timesteps or step % run.checkpoint_interval < interval
-        speed = (step - begun) / (time.time() - start_time)
-        if metrics:
-            write_metrics(writers, step, metrics | {"charts/SPS": speed})
-        if is_due or is_stopped:
-            save(checkpoints, writers, step, training)
-        if is_due and not is_stopped:
-            scores = evaluate_agents(alg, run, loop, training, step, folder)
-            write_metrics(writers, step, {"eval/episodic_return": scores})
-        ended.appendleft(np.asarray(training.ended).reshape(-1, 3))
-        show_progress(bar, steps, step, speed, partial(recent_returns, ended, scores))
-        if is_stopped:
-            break
-    for writer in writers:
-        writer.flush()
-    return training, recent_returns(ended, otherwise=scores), folder
-
-
-def parse_flags() -> Flags:
-    """The flags of the command line. In a run that is resumed its own are the defaults."""
-    parse = partial(tyro.cli, Flags, description=__doc__, config=[tyro.conf.OmitArgPrefixes])
-    flags = parse()
-    if flags.experiment.resume:
-        flags = parse(default=saved_flags(Path(flags.experiment.resume)))
-    is_joining = flags.processes.distributed or flags.processes == Processes()
-    require(is_joining, "coordinator_address, num_processes, process_id: need distributed")
-    return flags
+        return compiled.train(alg, run, sys.modules[__name__], signals)
+    init_key, noise_key, learn_key = jax.random.split(jax.random.PRNGKey(run.seed), 3)
+    envs = make_envs(args, run, args.num_envs)
+    state, env_state, log = start(alg, run, envs, init_key)
+    params = jax.tree.map(jnp.copy, alg.acting_params(state))
+    learn = jax.jit(alg.train_step, donate_argnums=0)  # writes over the state, not over `params`
+    with closing(envs), closing(log.writer), ThreadPoolExecutor(max_workers=1) as thread:
+        learning: Any = thread.submit(lambda: (state, params, {}))  # there is no rollout yet
+        end = log.begun
+        for step in range(log.begun, args.total_timesteps, alg.steps_per_iteration):
+            end = step + alg.steps_per_iteration
+            noise = np.asarray(alg.draw_noise(noise_key, step))
+            try:
+                rollout, env_state = collect_rollout(alg, envs, params, env_state, noise, log)
+            except Exception as error:
+                error.add_note(f"in {run.env_id} at step {step}")
+                save(log, step, learning.result())
+                raise
+            state, params, metrics = learning.result()  # from the rollout before this one
+            # A thread learns while DQN collects the next rollout. PPO waits for what is learned.
+            learning = thread.submit(learn, state, rollout, learn_key, step)
+            if not alg.acts_while_learning:
+                state, params, metrics = learning.result()
+            stops = end >= args.total_timesteps or len(signals) > 0
+            if stops or is_due(run.log_interval, step, end):
+                write_point(log, end, metrics)
+                if log.vault is not None:
+                    log.vault.write(learning.result()[0].replay)
+            if stops or is_due(run.checkpoint_interval, step, end):
+                save(log, end, learning.result())
+            if stops:
+                break
+            if is_due(run.eval_interval, step, end):
+                evaluate_agent(alg, run, learning.result()[1], end, log)
+        state, params, _ = learning.result()
+        if not signals:
+            evaluate_agent(alg, run, params, end, log)
+    return state, np.array([np.mean(log.recent or math.nan)]), log.folder
 
 
 def main() -> None:
     """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C or SIGTERM."""
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # acting: 12 us a call, and not 41
-    threading.excepthook = lambda _: None  # TensorBoard's thread: its writer raises the error, too
-    interrupted = threading.Event()
-
-    stop = interrupted.is_set
-
-    def interrupt(number: int, _: Any) -> None:
-        interrupted.set()
-        signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process
-
+    parse = partial(tyro.cli, Flags, description=__doc__, config=[tyro.conf.OmitArgPrefixes])
+    signals: list[int] = []
     try:
-        run, args, processes = parse_flags()
-        if processes.distributed:
-            compiled = importlib.import_module("compiled")
-            stop = compiled.join_processes(stop, *astuple(processes)[1:])
-        for number in (signal.SIGINT, signal.SIGTERM):  # which JAX swallows, once it has joined
-            signal.signal(number, interrupt)
-        _, returns, folder = train(args, run, stop)
-    except (UsageError, json.JSONDecodeError, ImportError, OSError) as error:
+        run, args = parse()
+        if run.distributed:
+            import compiled
+
+            compiled.join_processes(run.distributed)
+        if not Path(__file__).with_name("checkpoints.py").exists() and not run.resume:
+            print("nothing is saved, because checkpoints.py is not beside the script")
+            run = replace(run, checkpoint_interval=0)
+        if run.checkpoint_interval > 0 or run.resume:
+            import checkpoints
+
+            if run.resume:  # the flags of that run are the defaults of the others
+                run, args = parse(default=Flags(*checkpoints.read_flags(run.resume, Run, Args)))
+            checkpoints.note_signals(signals, run)  # after JAX, which has handlers of its own
+        _, returns, folder = train(args, run, signals)
+    except (UsageError, ImportError, OSError) as error:
         print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         sys.exit(2)
     print(f"{folder}: mean return of the last episodes", *np.round(returns, 1))
-    sys.exit(130 if stop() else 0)
+    sys.exit(130 if signals else 0)
 
 
 if __name__ == "__main__":

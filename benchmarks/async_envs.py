@@ -4,7 +4,8 @@
 
 A step of the environment takes `--milliseconds`, in which it either computes or only waits, as one
 does that talks to a simulator in another process. Prints a line for each kind: steps per second
-without and with `--async-envs`, by median, least and most of interleaved rounds, and their ratio.
+with `--vectorization sync` and with `async`, by median, least and most of interleaved rounds, and
+their ratio.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from machine import header, ratios, spread
+from returns import scalars
 
 import dqn_jax
 
@@ -53,26 +55,23 @@ if __name__ == "async_envs":  # as the scripts and the processes of the environm
     gym.register("Slow-v0", slow, max_episode_steps=100, disable_env_checker=True)
 
 
-def steps_per_second(kwargs: dict, num_envs: int, steps: int, async_envs: bool) -> float:
+def steps_per_second(kwargs: dict, num_envs: int, steps: int, vectorization: Any) -> float:
     """Of the second half of a run, which has no start of processes and no compilation in it."""
-    stamps = []
-
-    def stop() -> bool:
-        stamps.append(time.perf_counter())
-        return False
-
     args = dqn_jax.Args(total_timesteps=steps, num_envs=num_envs, learning_starts=steps // 4)
     run = dqn_jax.Run(
         env_id="async_envs:Slow-v0",
         env_kwargs=json.dumps(kwargs),
-        async_envs=async_envs,
+        vectorization=vectorization,
         log_interval=steps // 10,
         eval_episodes=0,
+        checkpoint_interval=0,
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        dqn_jax.train(args, run, stop)
-    half = len(stamps) // 2
-    return (len(stamps) - 1 - half) * run.log_interval / (stamps[-1] - stamps[half])
+        _, _, folder = dqn_jax.train(args, run)
+    points = scalars(folder, "charts/SPS")
+    half = len(points) // 2
+    seconds = points[-1].wall_time - points[half].wall_time
+    return (points[-1].step - points[half].step) / seconds
 
 
 def main() -> None:
@@ -92,8 +91,8 @@ def main() -> None:
             ordinary: list[float] = []
             asynchronous: list[float] = []
             for _ in range(args.rounds):
-                for found, is_async in ((ordinary, False), (asynchronous, True)):
-                    found.append(steps_per_second(kwargs, args.num_envs, args.steps, is_async))
+                for found, how in ((ordinary, "sync"), (asynchronous, "async")):
+                    found.append(steps_per_second(kwargs, args.num_envs, args.steps, how))
             ratio = spread(ratios(asynchronous, ordinary), digits=1)
             kind = "computes" if computes else "waits"
             print(f"{kind}: {spread(ordinary)}, {spread(asynchronous)}, ratio {ratio}")

@@ -35,6 +35,7 @@ import numpy as np
 from machine import MISSING, ROOT, header, ratios, spread, table, write_json
 from returns import THRESHOLDS, agents, curve, new_run, reached, scalars
 
+import compiled
 import ppo_jax
 
 PEERS = {"sb3": ("Stable-Baselines3", "stable_baselines3"), "sbx": ("SBX", "sbx")}
@@ -129,23 +130,23 @@ def run(configuration: Configuration, args: argparse.Namespace, seed: int) -> Ou
 def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> float:
     """Environment steps per second with random actions; of functional environments compiled."""
     run, args = ppo_jax.Run(env_id=env_id), ppo_jax.Args(num_envs=num_envs)  # takes any actions
-    alg, loop = ppo_jax.set_up(args, run)
+    alg, is_functional = ppo_jax.set_up(args, run)
     envs = ppo_jax.make_envs(args, run, num_envs)
     actions = np.stack([envs.action_space.sample() for _ in range(1_000)])
     envs.reset(seed=0)
-    functional = getattr(loop, "envs", None)
-    if functional:
+    if is_functional:
+        functional = compiled.Program(alg, run, ppo_jax).envs
         functional.alg = SimpleNamespace(
             args=args,
             example=alg.example,
-            act=lambda policy, observation, action: action,
+            act=lambda params, observation, action: action,
             to_env_action=lambda action: action,
         )
         key, collect = jax.random.PRNGKey(0), jax.jit(functional.collect)
         state = functional.reset(key, num_envs)
 
     def walk() -> Any:
-        if functional:
+        if is_functional:
             return jax.block_until_ready(collect(state, None, actions, key))
         return [envs.step(action) for action in actions]
 
@@ -178,7 +179,7 @@ def train_peer(args: argparse.Namespace) -> None:
         settings["policy_kwargs"] = {"ortho_init": True}
         own = {"clip_range_vf": ours.clip_coef}
     folder = Path(f"runs/{args.peer}__{time.time():.0f}")
-    writers = ppo_jax.open_writers(ppo_jax.Run(), folder, flags={}, begun=0)
+    writer = ppo_jax.open_writer(folder, flags={}, begun=0)
     ended: list[dict[str, float]] = []  # episodes since the last point
 
     def on_step(training: dict, _: dict) -> bool:
@@ -189,7 +190,7 @@ def train_peer(args: argparse.Namespace) -> None:
             metrics["charts/episodic_return"] = sum(x["r"] for x in ended) / number
             metrics["charts/episodic_length"] = sum(x["l"] for x in ended) / number
             ended.clear()
-            ppo_jax.write_metrics(writers, step, metrics)  # without NaN
+            ppo_jax.write_metrics(writer, step, metrics)  # without NaN
         return True
 
     envs = make_vec_env(args.env_id, args.num_envs, args.seed)
@@ -197,8 +198,7 @@ def train_peer(args: argparse.Namespace) -> None:
     make = getattr(importlib.import_module(PEERS[args.peer][1]), args.algorithm.upper())
     model, start = make("MlpPolicy", envs, **settings), time.time()
     model.learn(args.total_timesteps, callback=on_step)
-    for writer in writers:
-        writer.flush()
+    writer.close()
 
 
 def beside(configuration: Configuration, chosen: list[Configuration]) -> Any:

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from functools import partial
 
 os.environ["XLA_FLAGS"] = (
@@ -63,7 +62,6 @@ def optimised():
 def run_main(tmp_path, monkeypatch, capsys):
     """Runs `main` of a script in this process, in a folder of its own: exit code, out, err."""
     monkeypatch.chdir(tmp_path)
-    hook = threading.excepthook
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(module, *flags):
@@ -74,6 +72,5 @@ def run_main(tmp_path, monkeypatch, capsys):
         return caught.value.code or 0, out, err
 
     yield run
-    threading.excepthook = hook
     for number, handler in handlers.items():
         signal.signal(number, handler)

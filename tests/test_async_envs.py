@@ -1,17 +1,21 @@
-"""Environments in processes of their own, `--async-envs`."""
+"""How environments are stepped together, `--vectorization`: one by one, as the vector version that
+they have of their own, or in processes of their own.
+"""
 
 import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import environments  # noqa: F401  registers the environments
-import gymnasium as gym
 import jax
 import numpy as np
 import pytest
 from conftest import slow
 from events import ROOT, read_events
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 import dqn_jax
 import ppo_jax
@@ -20,40 +24,106 @@ SMALL_DQN = dict(total_timesteps=200, num_envs=2, learning_starts=50, batch_size
 SMALL_PPO = dict(total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=1)
 
 
+def class_and_shape(env_id, num_envs, vectorization="auto"):
+    """The class of the vector environment, and the shape of what one of them observes."""
+    run = dqn_jax.Run(env_id=env_id, vectorization=vectorization)
+    with closing(dqn_jax.make_envs(dqn_jax.Args(), run, num_envs)) as envs:
+        assert envs.num_envs == num_envs
+        observation, _ = envs.reset(seed=0)
+        assert observation.shape == (num_envs, *envs.single_observation_space.shape)
+        return type(envs.unwrapped), envs.single_observation_space.shape
+
+
 @pytest.mark.parametrize(
-    ("module", "flags"), [(dqn_jax, SMALL_DQN), slow(ppo_jax, SMALL_PPO)], ids=["dqn", "ppo"]
+    ("num_envs", "expected"),
+    [
+        (1, SyncVectorEnv),
+        (2, SyncVectorEnv),
+        (3, SyncVectorEnv),
+        (4, CartPoleVectorEnv),
+        (8, CartPoleVectorEnv),
+    ],
 )
-def test_training_is_that_of_environments_in_one_process(module, flags, tmp_path, monkeypatch):
-    """Bit for bit: with the same seeds they do the same, and each observation is a copy."""
-    monkeypatch.chdir(tmp_path)
-    run = dict(env_id="environments:Counter-v0", log_interval=40, eval_episodes=2)
-    args = module.Args(**flags)
-    one, returns, folder = module.train(args, module.Run(**run))
-    many, many_returns, many_folder = module.train(args, module.Run(**run, async_envs=True))
-    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
-        np.testing.assert_array_equal(x, y)
-    np.testing.assert_array_equal(returns, many_returns)
-    scalars, many_scalars = read_events(folder)[0], read_events(many_folder)[0]
-    assert scalars["eval/episodic_return"] == many_scalars["eval/episodic_return"]
+def test_the_vector_version_is_taken_from_four_environments_on(num_envs, expected):
+    assert class_and_shape("CartPole-v1", num_envs) == (expected, (4,))
 
 
-def test_each_environment_has_a_process():
+@pytest.mark.parametrize("num_envs", [1, 3, 4])
+def test_a_vector_version_that_observes_something_else_is_taken_at_every_number(num_envs):
+    _, shape = class_and_shape("Preprocessed-v0", num_envs)
+    assert shape == (2,)
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_an_environment_that_is_only_a_vector_version_is_that_at_every_number(num_envs):
+    assert class_and_shape("VectorOnly-v0", num_envs) == (SyncVectorEnv, (3,))
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 4])
+@pytest.mark.parametrize(("env_id", "shape"), [("CartPole-v1", (4,)), ("Preprocessed-v0", (3,))])
+def test_sync_steps_single_environments_at_every_number(env_id, shape, num_envs):
+    assert class_and_shape(env_id, num_envs, "sync") == (SyncVectorEnv, shape)
+
+
+@pytest.mark.parametrize(("vectorization", "expected"), [("auto", True), ("sync", False)])
+def test_sync_steps_an_environment_in_jax_like_any_other(vectorization, expected):
+    run = ppo_jax.Run(env_id="phys2d/CartPole-v1", vectorization=vectorization)
+    _, is_functional = ppo_jax.set_up(ppo_jax.Args(), run)
+    assert is_functional is expected
+
+
+def test_each_environment_has_a_process_where_they_are_async():
     """Also where there is a vector version, which is faster in one process."""
-    args = dqn_jax.Args()
-    run = dqn_jax.Run(env_id="CartPole-v1", async_envs=True)
-    envs = dqn_jax.make_envs(args, run, 4)
-    try:
-        assert isinstance(envs, gym.vector.AsyncVectorEnv)
+    run = dqn_jax.Run(env_id="CartPole-v1", vectorization="async")
+    with closing(dqn_jax.make_envs(dqn_jax.Args(), run, 4)) as envs:
+        assert isinstance(envs, AsyncVectorEnv)
         workers = {process.pid for process in envs.processes}
         assert len(workers | {os.getpid()}) == 5
-    finally:
-        envs.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "env_id", "vectorization"),
+    [
+        (dqn_jax, SMALL_DQN, "environments:Counter-v0", "async"),
+        slow(ppo_jax, SMALL_PPO, "environments:Counter-v0", "async"),
+        # Two of them are stepped without copies of their observations, but not with the flag.
+        (dqn_jax, SMALL_DQN, "CartPole-v1", "sync"),
+        (ppo_jax, SMALL_PPO, "CartPole-v1", "sync"),
+    ],
+)
+def test_training_is_the_same_bit_for_bit_however_environments_are_stepped(
+    module, flags, env_id, vectorization, tmp_path, monkeypatch
+):
+    """With the same seeds they do the same, and each observation that is kept is a copy."""
+    monkeypatch.chdir(tmp_path)
+    run = dict(env_id=env_id, log_interval=40, eval_episodes=2, checkpoint_interval=0)
+    args = module.Args(**flags)
+    state, returns, folder = module.train(args, module.Run(**run))
+    other_run = module.Run(**run, vectorization=vectorization)
+    other_state, other_returns, other_folder = module.train(args, other_run)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other_state), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(returns, other_returns)
+    scalars, _ = read_events(folder)
+    other_scalars, _ = read_events(other_folder)
+    del scalars["charts/SPS"]
+    del other_scalars["charts/SPS"]
+    assert scalars["eval/episodic_return"]
+    assert scalars == other_scalars
 
 
 def start(folder, flags):
+    """dqn_jax.py as a program, with two environments in processes of their own."""
     small = "--num-envs 2 --learning-starts 50 --batch-size 8 --log-interval 20 --eval-episodes 0"
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "dqn_jax.py"), "--async-envs", *f"{small} {flags}".split()],
+        [
+            sys.executable,
+            str(ROOT / "dqn_jax.py"),
+            "--vectorization",
+            "async",
+            *small.split(),
+            *flags.split(),
+        ],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
         stdout=subprocess.PIPE,
@@ -63,25 +133,29 @@ def start(folder, flags):
     )
 
 
-def test_ctrl_c_in_a_terminal_keeps_a_checkpoint(tmp_path):
+def test_ctrl_c_in_a_terminal_keeps_a_checkpoint_and_prints_no_traceback(tmp_path):
     """It goes to all processes, also to those of the environments."""
-    process = start(tmp_path, "--env-id environments:Counter-v0 --total-timesteps 200000")
-    assert "steps" in process.stdout.readline()
+    process = start(tmp_path, "--env-id environments:Counter-v0 --total-timesteps 40000")
+    assert process.stdout.readline().startswith("2,0")  # a twentieth of the steps
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     (folder,) = (tmp_path / "runs").iterdir()
     (checkpoint,) = (folder / "checkpoints").iterdir()
-    assert int(checkpoint.name) == read_events(folder)[0]["charts/SPS"][-1][0]
+    step = int(checkpoint.name)
+    assert 2000 <= step < 40_000
+    assert read_events(folder)[0]["charts/SPS"][-1][0] == step
 
 
 def test_an_environment_that_fails_is_named_and_keeps_a_checkpoint(tmp_path):
     process = start(tmp_path, "--env-id environments:Failing-v0 --total-timesteps 2000")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     *_, error, last = err.strip().splitlines()
     assert "broken" in error
-    assert last.startswith("in environments:Failing-v0 at step ")
+    # Step 500 of each of the two is their step 643 with those that only reset, and so in the
+    # iteration of ten steps of both together that begins at 1280.
+    assert last == "in environments:Failing-v0 at step 1280"
     (folder,) = (tmp_path / "runs").iterdir()
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == [last.split()[-1]]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["1280"]

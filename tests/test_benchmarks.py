@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import async_envs
 import machine
 import replay_buffers
 import returns
@@ -188,6 +190,78 @@ def test_a_line_of_training():
         "30.0 (20.0 to never)",
         "490.0 (480.0 to 500.0)",
     ]
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "environments:Chain-v0"])
+def test_steps_of_environments_alone_are_those_of_all_of_them(env_id, monkeypatch):
+    calls = []
+
+    def repeat(walk, number, repeat):
+        calls.append(walk())
+        return [60.0, 0.5]
+
+    def timeit(walk, number):
+        calls.append(walk())
+        return 2.0 * number
+
+    monkeypatch.setattr(training.timeit, "repeat", repeat)
+    monkeypatch.setattr(training.timeit, "timeit", timeit)
+    assert training.environments_alone(env_id, num_envs=2) == 1_000 * 2 / 2.0
+    assert len(calls) == 2
+
+
+def test_a_peer_has_our_hyperparameters_and_logs_as_our_scripts_do(tmp_path, monkeypatch):
+    made = []
+
+    class Peer:
+        """An episode ends every 400 steps, with a return that is the step."""
+
+        def __init__(self, policy, envs, **settings):
+            made.append((envs, settings))
+
+        def learn(self, total_timesteps, callback):
+            for self.num_timesteps in range(8, total_timesteps + 1, 8):
+                info = {}
+                if self.num_timesteps % 400 == 0:
+                    info = {"episode": {"r": self.num_timesteps, "l": 4}}
+                assert callback({"self": self, "infos": [info]}, {})
+
+    environments = SimpleNamespace(make_vec_env=lambda *arguments: arguments)
+    monkeypatch.setitem(sys.modules, "stable_baselines3", SimpleNamespace(DQN=Peer))
+    monkeypatch.setitem(sys.modules, "stable_baselines3.common.env_util", environments)
+    monkeypatch.chdir(tmp_path)
+    training.train_peer(
+        SimpleNamespace(
+            peer="sb3",
+            algorithm="dqn",
+            env_id="CartPole-v1",
+            num_envs=8,
+            seed=3,
+            total_timesteps=3_000,
+        )
+    )
+    ((envs, settings),) = made
+    assert envs == ("CartPole-v1", 8, 3)
+    assert settings["learning_rate"] == 2.5e-4
+    assert settings["train_freq"] == 10
+    assert settings["gradient_steps"] == 8
+    assert settings["exploration_final_eps"] == 0.05
+    (folder,) = (tmp_path / "runs").iterdir()
+    points = returns.scalars(folder, "charts/episodic_return")
+    assert [(x.step, x.value) for x in points] == [(1000, 600.0), (2000, 1600.0), (3000, 2600.0)]
+    assert [x.step for x in returns.scalars(folder, "charts/SPS")] == [1000, 2000, 3000]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("vectorization", "processes"), [("sync", 1), ("async", 2)])
+def test_slow_environments_take_their_time(vectorization, processes, tmp_path, monkeypatch):
+    """Two that wait for 10 ms a step: one after the other, or at once in processes of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(async_envs.__file__).parent)
+    kwargs = {"seconds": 0.01, "computes": False}
+    speed = async_envs.steps_per_second(kwargs, 2, 600, vectorization)
+    most = processes / 0.01
+    assert 0.5 * most < speed <= most
 
 
 def test_ratios_are_repetition_by_repetition():

@@ -1,12 +1,18 @@
 """README.md, docs/ and benchmarks/README.md: links lead somewhere, code runs, flags exist."""
 
+import importlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from typing import Any
 
+import gymnasium as gym
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import slow
 from events import ROOT, read_events
@@ -64,11 +70,11 @@ def test_commands_have_flags_that_exist(page):
     for command in commands(page):
         path, *flags = shlex.split(command)
         given = {flag for flag in flags if flag.startswith("--")}
-        if script := SCRIPTS.get(path.removesuffix(".py")):
-            groups = (script.Args, script.Run, script.Processes)
-            names = {name for group in groups for name in vars(group())}
+        script = SCRIPTS.get(path.removesuffix(".py"))
+        if script is not None:
+            names = vars(script.Args()) | vars(script.Run())
             assert given <= {f"--{name.replace('_', '-')}" for name in names}, command
-        else:
+        elif given:
             source = (ROOT / path).read_text()
             assert all(f'"{flag}"' in source for flag in given - {"--"}), command
 
@@ -85,23 +91,19 @@ def test_tables_of_flags_have_those_of_the_scripts(name):
     written = flags("docs/dqn.md") if name == "per_dqn_jax" else []
     written += flags(page)
     assert sorted(written) == sorted(x.replace("_", "-") for x in vars(script.Args()))
-    for page, group in (("docs/lasting.md", script.Run), ("docs/scale.md", script.Processes)):
-        assert sorted(flags(page)) == sorted(x.replace("_", "-") for x in vars(group()))
+    assert sorted(flags("docs/runs.md")) == sorted(x.replace("_", "-") for x in vars(script.Run()))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_tables_of_metrics_have_those_of_the_scripts(name):
     source = (ROOT / f"{name}.py").read_text()
     page = f"docs/{name.removesuffix('_jax')}.md"
-    tags = set(
-        re.findall(r"`((?:charts|losses|eval)/\w+)`", PAGES[page] + PAGES["docs/lasting.md"])
-    )
+    tags = set(re.findall(r"`((?:charts|losses|eval)/\w+)`", PAGES[page] + PAGES["docs/runs.md"]))
     for tag in tags:
-        assert f'"{tag.split("/")[1]}"' in source or f'"{tag}"' in source, tag
+        assert f'"{tag}"' in source, tag
     if name == "per_dqn_jax":
         tags |= set(re.findall(r"`((?:charts|losses)/\w+)`", PAGES["docs/dqn.md"]))
     assert tags >= set(re.findall(r'"((?:charts|losses|eval)/\w+)"', source))
-    assert name != "ppo_jax" or tags >= {f"losses/{loss}" for loss in ppo_jax.LOSSES}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/buffers.md"])
@@ -137,11 +139,111 @@ def test_the_target_of_the_page_is_that_of_n_steps():
 
 def test_train_is_called_from_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    (code,) = blocks("docs/lasting.md", "python")
+    names: dict[str, Any] = {}
+    code = blocks("docs/runs.md", "python")[2]
     exec(code.replace("20_000", "12_000"), names)
+    # Of 300 iterations of 40 steps the last 50 learn, with 4 gradient steps each.
+    assert names["state"].updates == 200
     assert names["returns"].shape == (1,)
     assert (names["folder"] / "args.json").exists()
+
+
+@pytest.mark.parametrize(("block", "frame_stack"), [(0, 1), (1, 4)], ids=["single", "stacked"])
+def test_a_trained_agent_plays_an_episode(block, frame_stack, tmp_path, monkeypatch):
+    """It takes the actions of the highest value, of the last frames as they are stacked here."""
+    monkeypatch.chdir(tmp_path)
+    args = dqn_jax.Args(
+        total_timesteps=800,
+        learning_starts=200,
+        train_frequency=1,
+        target_network_frequency=50,
+        learning_rate=1e-3,
+        adam_epsilon=1e-8,
+        frame_stack=frame_stack,
+    )
+    state, _, folder = dqn_jax.train(args, dqn_jax.Run(eval_episodes=1))
+    code = blocks("docs/runs.md", "python")[block]
+    names: dict[str, Any] = {}
+    exec(re.sub(r'"runs/.*"', repr(str(folder)), code), names)
+
+    q_values = jax.jit(dqn_jax.QNetwork(2).apply)
+    frames = [np.zeros(4, np.float32)] * frame_stack
+    actions = []
+    over = False
+    with gym.make("CartPole-v1") as env:
+        frame, _ = env.reset(seed=0)
+        while not over:
+            frames.append(frame)
+            q = q_values(state.params, np.stack(frames[-frame_stack:])[None])
+            action = int(np.argmax(q))
+            actions.append(action)
+            frame, _, terminated, truncated, _ = env.step(action)
+            over = terminated or truncated
+    frames.append(frame)
+    assert set(actions) == {0, 1}
+    assert names["episodic_return"] == len(actions)
+    newest = np.reshape(frames[-frame_stack:], names["observation"].shape)
+    np.testing.assert_array_equal(names["observation"], newest)
+
+
+class Succeeds(gym.Env):
+    """Episodes of two steps; every fourth of them succeeds."""
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (1,))
+    action_space = gym.spaces.Discrete(2)
+    episode = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
+        super().reset(seed=seed)
+        self.episode += 1
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple:
+        self.steps += 1
+        over = self.steps == 2
+        succeeds = over and self.episode % 4 == 0
+        return np.zeros(1, np.float32), 0.0, over, False, {"is_success": succeeds}
+
+
+gym.register("Succeeds-v0", Succeeds)
+
+
+def edited(old, new, tmp_path, monkeypatch):
+    """dqn_jax.py with a part of its source replaced, as a module in a folder of its own."""
+    source = (ROOT / "dqn_jax.py").read_text()
+    assert source.count(old) == 1
+    (tmp_path / "my_dqn.py").write_text(source.replace(old, new))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_dqn", raising=False)
+    return importlib.import_module("my_dqn")
+
+
+def test_the_success_rate_of_the_page_is_charted(tmp_path, monkeypatch):
+    line = "        valid = ~(terminated | truncated)\n"
+    code = blocks("docs/runs.md", "python")[3]
+    my_dqn = edited(line, line + code, tmp_path, monkeypatch)
+    args = my_dqn.Args(total_timesteps=480, num_envs=2, learning_starts=200)
+    run = my_dqn.Run(env_id="Succeeds-v0", log_interval=240, eval_episodes=0, checkpoint_interval=0)
+    _, _, folder = my_dqn.train(args, run)
+    scalars, _ = read_events(folder)
+    assert scalars["charts/success_rate"] == [(240, 0.25), (480, 0.25)]
+
+
+def test_the_chart_of_the_page_is_one_line_of_the_loss(tmp_path, monkeypatch):
+    entry = re.search(r"`(\"losses/largest_q\": .*?)`", PAGES["docs/runs.md"])[1]
+    old = '{"losses/td_loss": loss, '
+    my_dqn = edited(old, f"{old}{entry}, ", tmp_path, monkeypatch)
+    args = my_dqn.Args(total_timesteps=480, num_envs=2, learning_starts=200)
+    run = my_dqn.Run(env_id="Succeeds-v0", log_interval=240, eval_episodes=0, checkpoint_interval=0)
+    _, _, folder = my_dqn.train(args, run)
+    scalars, _ = read_events(folder)
+    # All observations are alike, so that the largest value is at least their mean.
+    largest = dict(scalars["losses/largest_q"])
+    mean = dict(scalars["losses/q_values"])
+    assert largest.keys() == mean.keys() == {240, 480}
+    assert all(largest[step] >= mean[step] for step in mean)
 
 
 MODULES = {
@@ -171,13 +273,13 @@ def test_environments_of_your_own_are_learned(name, env, envs, tmp_path, monkeyp
         train_frequency=4,
     )
     run = dqn_jax.Run(env_id=f"{name}:{env}", log_interval=1_000, eval_episodes=0)
-    training, _, _ = dqn_jax.train(args, run)
-    assert (training.envs is not None) == (envs == "compiled")
-    alg, _ = dqn_jax.set_up(args, run)
-    policy = alg.policy(training.agent)
-    if envs:
-        policy = policy[0]
-    returns = dqn_jax.evaluate(alg, run, policy, 2)
+    state, _, _ = dqn_jax.train(args, run)
+    alg, is_functional = dqn_jax.set_up(args, run)
+    assert is_functional == (envs == "compiled")
+    params = alg.acting_params(state)
+    if is_functional:  # with an axis for the agents
+        params = jax.tree.map(lambda x: x[0], params)
+    returns = dqn_jax.evaluate(alg, run, params, 2)
     assert returns == pytest.approx([-0.9, -0.9])  # nine steps, the shortest way
 
 
@@ -194,8 +296,9 @@ def test_wrapped_libraries_train(library, name, env, tmp_path, monkeypatch):
     module(name, tmp_path, monkeypatch)
     args = dqn_jax.Args(total_timesteps=2_000, num_envs=4, learning_starts=500)
     run = dqn_jax.Run(env_id=f"{name}:{env}", log_interval=1_000, eval_episodes=2)
-    training, returns, _ = dqn_jax.train(args, run)
-    assert (training.envs is not None) == (library == "gymnax")
+    _, is_functional = dqn_jax.set_up(args, run)
+    assert is_functional == (library == "gymnax")
+    _, returns, _ = dqn_jax.train(args, run)
     assert returns[0] >= 0
 
 
@@ -223,7 +326,43 @@ def test_ray_trains_the_sweep_of_the_page(tmp_path):
         assert read_events(folder)[0]["charts/SPS"][-1][0] == 12_000
 
 
-@pytest.mark.parametrize("block", blocks("docs/recipes.md", "python"))
+@pytest.mark.parametrize("name", ["dqn_jax", slow("per_dqn_jax")])
+def test_experience_on_disk_alone_is_learned_from(name, tmp_path, monkeypatch):
+    """Two steps, reward 1 at the second: with a discount of 0.5 their values are 0.5 and 1."""
+    script = SCRIPTS[name]
+    args = script.Args(
+        total_timesteps=800,
+        num_envs=8,
+        learning_rate=1e-2,
+        buffer_size=200,  # a quarter of what is kept on disk
+        gamma=0.5,
+        target_network_frequency=40,
+        batch_size=64,
+        end_e=1.0,
+        learning_starts=600,
+        train_frequency=4,
+        save_experience=True,
+    )
+    run = script.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
+    monkeypatch.chdir(tmp_path)
+    _, _, folder = script.train(args, run)
+
+    code = MODULES["my_offline_dqn"].replace("dqn_jax", name).replace("range(50)", "range(2)")
+    file = tmp_path / "my_offline_dqn.py"
+    file.write_text(code)
+    monkeypatch.setattr(sys, "argv", [str(file), str(folder)])
+    names = runpy.run_path(str(file), run_name="__main__")
+    state = names["state"]
+    assert state.replay.size == 100  # rows of 8 steps
+    assert state.updates == 2_000
+    q = script.QNetwork(2).apply(state.params, np.array([[0.0], [1.0]], np.float32))
+    np.testing.assert_allclose(q, [[0.5, 0.5], [1.0, 1.0]], atol=0.02)
+
+
+RECIPES = [x for x in blocks("docs/recipes.md", "python") if x not in MODULES.values()]
+
+
+@pytest.mark.parametrize("block", RECIPES)
 def test_recipes_run_as_they_stand(block):
     if "import minari" in block:
         pytest.importorskip("minari")
@@ -237,7 +376,7 @@ def test_recipes_run_as_they_stand(block):
 
 
 def test_every_block_of_python_is_run_by_a_test():
-    ours = {"README.md": 1, "docs/buffers.md": 3, "docs/lasting.md": 1}
+    ours = {"README.md": 1, "docs/buffers.md": 3, "docs/runs.md": 4}
     for page in PAGES:
         others = [x for x in blocks(page, "python") if x not in MODULES.values()]
         wanted = len(others) if page == "docs/recipes.md" else ours.get(page, 0)

@@ -3,9 +3,9 @@ stepped alone, a whole run against a plain loop, and what it learns against know
 images.py the network.
 """
 
+from collections import defaultdict, deque
 from dataclasses import replace
-from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import environments  # noqa: F401  (registers)
@@ -22,7 +22,7 @@ from scipy.stats import chisquare
 
 import dqn_jax
 import images
-from dqn_jax import DQN, Args, Run, Step, Training, UsageError, train
+from dqn_jax import Args, EnvState, Run, Step, UsageError, train
 
 
 @pytest.fixture(autouse=True)
@@ -34,23 +34,27 @@ VECTOR = np.zeros(1, np.float32)
 TWO = gym.spaces.Discrete(2)
 
 
+def box(shape):
+    """The space of observations of that shape."""
+    return gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+
+
 def linear(module, args, features=1, num_actions=2):
     """The algorithm of a script, with Q(s, .) = s @ params and plain gradient descent."""
-
-    class Linear(module.Algorithm):
-        def q_values(self, params, observation):
-            return observation @ params.reshape(features, num_actions)
-
-    alg = Linear(args, np.zeros(features, np.float32), gym.spaces.Discrete(num_actions))
+    alg = module.Algorithm(args, box((features,)), gym.spaces.Discrete(num_actions))
+    alg.network = SimpleNamespace(
+        init=lambda key, observation: jnp.zeros(features * num_actions),
+        apply=lambda params, observation: observation @ params.reshape(features, num_actions),
+    )
     alg.optimizer = optax.sgd(0.1)
     return alg
 
 
 def state_of(alg, params, target_params):
-    params, target_params = jnp.asarray(params), jnp.asarray(target_params)
-    opt_state, replay = alg.optimizer.init(params), alg.replay.init(alg.example)
-    state_class = type(jax.eval_shape(alg.init, jax.random.PRNGKey(0)))
-    return state_class(params, target_params, opt_state, replay, jnp.int32(0))
+    """The state before training, with other parameters."""
+    state = alg.init(jax.random.PRNGKey(0))
+    params = jnp.asarray(params)
+    return state._replace(params=params, target_params=jnp.asarray(target_params))
 
 
 # ------------------------------------------------------------------------------------ the network
@@ -194,7 +198,7 @@ def test_convolutions_are_those_of_flax(shape):
 # ------------------------------------------------------------------------------------ the algorithm
 
 
-def windows_by_hand(invalid=False):
+def windows_by_hand(valid=True):
     """Three windows of two steps, in which every observation is 1; a fourth one full of garbage.
 
     Only the first step of a window counts, and the observation of the second one.
@@ -206,7 +210,7 @@ def windows_by_hand(invalid=False):
         reward=jnp.array([[1.0, 2.0, 3.0, 1e6], garbage]).T,
         terminated=jnp.array([[False, True, False, False], [True] * 4]).T,
         truncated=jnp.array([[False, False, True, True], [True] * 4]).T,
-        is_step=jnp.array([[not invalid] * 3 + [False], [True] * 4]).T,
+        valid=jnp.array([[valid] * 3 + [False], [True] * 4]).T,
     )
 
 
@@ -214,9 +218,10 @@ def windows_by_hand(invalid=False):
 def test_loss_by_hand(double_q):
     """Terminated: the reward alone. Truncated: bootstrapped as any other step. Resets: nothing."""
     alg = linear(dqn_jax, Args(gamma=0.5, double_q=double_q))
-    params, target_params = jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0])
+    params = jnp.array([1.0, 2.0])
+    target_params = jnp.array([10.0, 4.0])
     grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
-    (loss, metrics), grad = grad_fn(params, target_params, alg.fold(windows_by_hand()))
+    (loss, metrics), grad = grad_fn(params, target_params, alg.to_transitions(windows_by_hand()))
     # Action 1 is best online, action 0 in the target network, which judges either of them.
     bootstrap = 4.0 if double_q else 10.0
     errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
@@ -230,25 +235,56 @@ def test_loss_by_hand(double_q):
 def test_loss_without_a_valid_row():
     alg = linear(dqn_jax, Args())
     grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
-    batch = alg.fold(windows_by_hand(invalid=True))
-    out = grad_fn(jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0]), batch)
-    zero = {"losses/td_loss": 0, "losses/q_values": 0}
-    jax.tree.map(np.testing.assert_array_equal, out, ((0, zero), np.zeros(2)))
+    batch = alg.to_transitions(windows_by_hand(valid=False))
+    (loss, metrics), grad = grad_fn(jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0]), batch)
+    assert loss == 0
+    assert metrics == {"losses/td_loss": 0, "losses/q_values": 0}
+    np.testing.assert_array_equal(grad, np.zeros(2))
 
 
-def test_schedule():
-    args = Args(total_timesteps=1_000, num_envs=8, learning_starts=200, exploration_fraction=0.5)
+def test_epsilon_falls_in_a_straight_line():
+    args = Args(total_timesteps=1_000, learning_starts=200, exploration_fraction=0.5)
     alg = linear(dqn_jax, args)
-    assert alg.rollout_shape == (5, 8)
-    schedule = alg.schedule(np.array([0, 120, 160, 200, 240, 480, 520, 960]))
-    epsilon = [1, 0.772, 0.696, 0.62, 0.544, 0.088, 0.05, 0.05]
-    np.testing.assert_allclose(schedule["epsilon"], epsilon, rtol=1e-6)
+    wanted = {0: 1, 120: 0.772, 160: 0.696, 240: 0.544, 480: 0.088, 500: 0.05, 960: 0.05}
+    epsilon = [alg.epsilon(step) for step in wanted]
+    np.testing.assert_allclose(epsilon, list(wanted.values()), rtol=1e-6)
+
+
+def test_epsilon_is_its_end_at_once_where_no_part_of_training_explores():
+    alg = linear(dqn_jax, Args(exploration_fraction=0.0))
+    np.testing.assert_allclose([alg.epsilon(0), alg.epsilon(40)], 0.05, rtol=1e-6)
+
+
+def train_without_gradients(args):
+    """Updates after, and metrics of, all iterations of a training whose gradient steps do nothing.
+
+    The metrics are of an algorithm whose loss has none.
+    """
+    alg = linear(dqn_jax, args)
+    alg.gradient_step = lambda state, *_: (state._replace(updates=state.updates + 1), {})
+    rollout = jax.tree.map(lambda x: np.zeros(alg.rollout_shape + x.shape, x.dtype), alg.example)
+
+    def iterate(state, step):
+        state, _, metrics = alg.train_step(state, rollout, jax.random.PRNGKey(0), step)
+        return state, metrics
+
+    steps = np.arange(0, args.total_timesteps, alg.steps_per_iteration)
+    state, metrics = jax.jit(lambda state: jax.lax.scan(iterate, state, steps))(
+        alg.init(jax.random.PRNGKey(0))
+    )
+    return int(state.updates), metrics
+
+
+def test_learning_starts_with_the_iteration_that_passes_learning_starts():
+    args = Args(total_timesteps=320, num_envs=8, learning_starts=200)  # 40 steps an iteration
+    updates, metrics = train_without_gradients(args)
     # The iteration from step 160 to 200 ends where learning starts.
-    np.testing.assert_array_equal(schedule["gradient_steps"], [0, 0, 0, 4, 4, 4, 4, 4])
-    passes = linear(dqn_jax, replace(args, learning_starts=201))  # within that from 200 to 240
-    np.testing.assert_array_equal(passes.schedule(np.array([160, 200]))["gradient_steps"], [0, 4])
-    at_once = linear(dqn_jax, replace(args, exploration_fraction=0.0))
-    np.testing.assert_allclose(at_once.schedule(np.array([0, 40]))["epsilon"], 0.05)
+    np.testing.assert_array_equal(metrics["charts/gradient_steps"], [0, 0, 0, 0, 0, 4, 4, 4])
+    assert updates == 12
+    epsilon = 1 - np.minimum(np.arange(0, 320, 40) / 160, 1) * 0.95
+    np.testing.assert_allclose(metrics["charts/epsilon"], epsilon, rtol=1e-6)
+    _, passes = train_without_gradients(replace(args, learning_starts=199))
+    np.testing.assert_array_equal(passes["charts/gradient_steps"], [0, 0, 0, 0, 4, 4, 4, 4])
 
 
 @pytest.mark.parametrize("num_envs", [1, 8, 64])
@@ -256,32 +292,51 @@ def test_schedule():
 def test_ratio_of_gradient_steps_to_environment_steps(num_envs, train_frequency):
     """One gradient step per train_frequency environment steps, whatever the number of them."""
     args = Args(total_timesteps=6_400, num_envs=num_envs, learning_starts=1_600)
-    alg = linear(dqn_jax, replace(args, train_frequency=train_frequency))
-    size = alg.steps_per_iteration
-    steps = np.arange(0, 6_400, size)
+    updates, metrics = train_without_gradients(replace(args, train_frequency=train_frequency))
+    size = np.lcm(num_envs, train_frequency)
+    trained = -(-6_400 // size) * size  # whole iterations
     begun = 1_600 // size * size  # the iteration that passes learning_starts learns whole
-    learning = len(steps) * size - begun
-    assert alg.schedule(steps)["gradient_steps"].sum() == learning / train_frequency
+    assert updates == (trained - begun) / train_frequency
+    assert metrics["charts/gradient_steps"].sum() == updates
+
+
+def explore(epsilon, key=0, step=0):
+    """Noise [2,000, 4] of a rollout of 4 environments with 3 actions."""
+    flags = dict(start_e=epsilon, end_e=epsilon, num_envs=4, train_frequency=8_000)
+    alg = linear(dqn_jax, Args(**flags), num_actions=3)
+    return np.asarray(alg.draw_noise(jax.random.PRNGKey(key), step))
+
+
+def assert_independent(explores, others):
+    """Whether to explore, with probability 0.3, here and there."""
+    counts = np.bincount((explores * 2 + others).ravel(), minlength=4)
+    wanted = explores.size * np.array([0.49, 0.21, 0.21, 0.09])
+    assert chisquare(counts, wanted).pvalue > 1e-3
 
 
 def test_exploration_draws_for_each_step_and_environment():
-    args = Args(num_envs=4, train_frequency=8_000)
-    alg = linear(dqn_jax, args, num_actions=3)
-    draw_noise = partial(jax.jit(alg.draw_noise), jax.random.PRNGKey(0))
-    noise = np.asarray(draw_noise({"epsilon": 0.3}))
+    noise = explore(0.3)
     assert noise.shape == (2_000, 4)
     for column in noise.T:
         counts = [(column == action).sum() for action in (-1, 0, 1, 2)]
         assert chisquare(counts, 2_000 * np.array([0.7, 0.1, 0.1, 0.1])).pvalue > 1e-3
-    # Pairs of environments, and of steps, are independent.
     explores = noise >= 0
-    joint = [explores[:, i] * 2 + explores[:, j] for i in range(4) for j in range(i)]
-    for pair in [*joint, (explores[1:] * 2 + explores[:-1]).ravel()]:
-        counts = np.bincount(pair, minlength=4)
-        wanted = len(pair) * np.array([0.49, 0.21, 0.21, 0.09])
-        assert chisquare(counts, wanted).pvalue > 1e-3
-    assert set(np.ravel(draw_noise({"epsilon": 0.0}))) == {-1}
-    assert set(np.ravel(draw_noise({"epsilon": 1.0}))) == {0, 1, 2}
+    for i in range(4):
+        for j in range(i):
+            assert_independent(explores[:, i], explores[:, j])
+    assert_independent(explores[1:], explores[:-1])
+
+
+def test_exploration_draws_anew_for_each_iteration_and_seed():
+    noise = explore(0.3)
+    np.testing.assert_array_equal(noise, explore(0.3))
+    assert_independent(noise >= 0, explore(0.3, step=8_000) >= 0)
+    assert_independent(noise >= 0, explore(0.3, key=1) >= 0)
+
+
+def test_exploration_at_its_bounds():
+    assert set(explore(0.0).ravel()) == {-1}
+    assert set(explore(1.0).ravel()) == {0, 1, 2}
 
 
 def test_act_is_greedy_where_the_noise_says_so():
@@ -298,21 +353,24 @@ def random_rollout(rng, steps, resetting, features=1, garbage=0.0):
     The reward of a step that only resets is 0, or `garbage` that should not be looked at.
     """
     n = len(resetting)
-    terminated, truncated, is_step = np.zeros((3, steps, n), bool)
+    terminated = np.zeros((steps, n), bool)
+    truncated = np.zeros((steps, n), bool)
+    valid = np.zeros((steps, n), bool)
     for t in range(steps):
-        is_step[t] = ~resetting
-        terminated[t] = is_step[t] & (rng.random(n) < 0.15)
-        truncated[t] = is_step[t] & ~terminated[t] & (rng.random(n) < 0.15)
+        valid[t] = ~resetting
+        terminated[t] = valid[t] & (rng.random(n) < 0.15)
+        truncated[t] = valid[t] & ~terminated[t] & (rng.random(n) < 0.15)
         resetting = terminated[t] | truncated[t]
-    return Step(
+    rollout = Step(
         observation=rng.normal(size=(steps, n, features)).astype(np.float32),
         action=rng.integers(2, size=(steps, n), dtype=np.int32),
-        reward=np.where(is_step, rng.normal(size=(steps, n)), garbage).astype(np.float32),
+        reward=np.where(valid, rng.normal(size=(steps, n)), garbage).astype(np.float32),
         terminated=terminated,
         truncated=truncated,
-        is_step=is_step,
+        valid=valid,
         next_observation=rng.normal(size=(n, features)).astype(np.float32),
-    ), resetting
+    )
+    return rollout, resetting
 
 
 class PlainReplay:
@@ -323,36 +381,113 @@ class PlainReplay:
 
     def add(self, rollout):
         rollout = rollout._replace(next_observation=None)
-        self.rows += [jax.tree.map(lambda x, t=t: x[t], rollout) for t in range(len(rollout[0]))]
+        for t in range(len(rollout.reward)):
+            self.rows.append(jax.tree.map(lambda x, t=t: x[t], rollout))
 
     def transition(self, index, num_envs, n_step, gamma):
         """Observation, action, reward, discount, next observation; None of one that only resets."""
         row, i = divmod(int(index), num_envs)
         stream = [jax.tree.map(lambda x: x[i], step) for step in self.rows[row : row + n_step + 1]]
-        total, m, first = 0.0, 0, stream[0]
-        if not first.is_step:
+        first = stream[0]
+        if not first.valid:
             return None
-        while True:
-            step, m = stream[m], m + 1
-            total += gamma ** (m - 1) * float(step.reward)
-            if step.terminated:
-                return first.observation, first.action, total, 0.0, stream[m].observation
-            if step.truncated or m == n_step:
-                return first.observation, first.action, total, gamma**m, stream[m].observation
+        total = 0.0
+        for m in range(n_step):
+            total += gamma**m * float(stream[m].reward)
+            after = stream[m + 1].observation
+            if stream[m].terminated:
+                return first.observation, first.action, total, 0.0, after
+            if stream[m].truncated:
+                break
+        return first.observation, first.action, total, gamma ** (m + 1), after
 
-    def batch(self, *where):
+    def batch(self, indices, num_envs, n_step, gamma):
         """The transitions of indices as arrays, and which of them count."""
-        found = [self.transition(index, *where[1:]) for index in where[0]]
+        found = [self.transition(index, num_envs, n_step, gamma) for index in indices]
         valid = np.array([x is not None for x in found])
-        return *map(np.array, zip(*[x for x in found if x is not None], strict=True)), valid
+        columns = zip(*[x for x in found if x is not None], strict=True)
+        return *map(np.array, columns), valid
 
 
 def test_small_gradients_make_small_steps():
     """Kingma and Ba 2015, algorithm 1: the first step is learning rate * g / (abs(g) + epsilon)."""
-    alg = dqn_jax.Algorithm(Args(adam_epsilon=0.01, learning_rate=0.1), VECTOR, TWO)
-    gradient = jnp.array([1e-4, -0.01, 1.0])
+    alg = dqn_jax.Algorithm(Args(adam_epsilon=0.01, learning_rate=0.1), box((1,)), TWO)
+    gradient = {"kernel": jnp.array([[1e-4], [-0.01]]), "bias": jnp.array([1.0])}
     step, _ = alg.optimizer.update(gradient, alg.optimizer.init(gradient))
-    np.testing.assert_allclose(step, -0.1 * gradient / (abs(gradient) + 0.01), rtol=1e-4)
+    for name, g in gradient.items():
+        np.testing.assert_allclose(step[name], -0.1 * g / (abs(g) + 0.01), rtol=1e-4)
+
+
+def test_another_optimizer_knows_the_parameters_and_their_shapes(monkeypatch):
+    """AdamW with weight decay of kernels only, which have two dimensions."""
+    alg = dqn_jax.Algorithm(Args(gamma=0.5, batch_size=4), box((1,)), TWO)
+    alg.network = nn.Dense(2)
+    alg.optimizer = optax.adamw(
+        0.1,
+        eps=8.0,
+        weight_decay=0.1,
+        mask=lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
+    )
+    start = alg.init(jax.random.PRNGKey(0))
+    online = {"kernel": jnp.array([[0.5, 4.0]]), "bias": jnp.array([0.5, -2.0])}
+    target = {"kernel": jnp.array([[10.0, 4.0]]), "bias": jnp.zeros(2)}
+    state = start._replace(params={"params": online}, target_params={"params": target})
+    rollout = jax.tree.map(lambda x: np.zeros((10, 1, *x.shape), x.dtype), alg.example)
+    state = state._replace(replay=alg.replay.add_batch(state.replay, rollout))
+
+    def sample(*arguments):
+        return draw(*arguments)._replace(experience=windows_by_hand())
+
+    draw = alg.replay.sample
+    monkeypatch.setattr(alg, "replay", alg.replay._replace(sample=sample))
+    state, metrics = jax.jit(alg.gradient_step)(state, jax.random.PRNGKey(0), 0)
+    # Values 1 and 2 of the actions, targets 6, 2 and 8: the errors are 5, 0 and 7, the gradient of
+    # the first action's weights -2 * (5 + 7) / 3 = -8, and 0 of the second one's.
+    assert metrics["losses/td_loss"] == pytest.approx((25 + 49) / 3)
+    step = 0.1 * 8 / (8 + 8)
+    kernel = [[0.5 + step - 0.1 * 0.1 * 0.5, 4 - 0.1 * 0.1 * 4]]
+    np.testing.assert_allclose(state.params["params"]["kernel"], kernel, rtol=1e-6)
+    np.testing.assert_allclose(state.params["params"]["bias"], [0.5 + step, -2.0], rtol=1e-6)
+
+
+class Measured(dqn_jax.Algorithm):
+    """With one more metric: how many rows of a batch are learned from."""
+
+    def loss(self, params, target_params, batch):
+        loss, metrics = super().loss(params, target_params, batch)
+        return loss, metrics | {"losses/rows": batch.valid.sum()}
+
+
+def test_a_metric_of_the_loss_is_one_of_the_train_step():
+    """NaN before learning starts, as the others are."""
+    args = Args(num_envs=2, train_frequency=8, batch_size=16, learning_starts=16)
+    alg = linear(SimpleNamespace(Algorithm=Measured), args)
+    rng = np.random.default_rng(0)
+    train_step = jax.jit(alg.train_step)
+    state = alg.init(jax.random.PRNGKey(0))
+    resetting = np.zeros(2, bool)
+    rows = []
+    for step in (0, 8, 16):
+        rollout, resetting = random_rollout(rng, 4, resetting)
+        state, _, metrics = train_step(state, rollout, jax.random.PRNGKey(1), step)
+        rows.append(float(metrics["losses/rows"]))
+    np.testing.assert_array_equal(np.isnan(rows), [True, True, False])
+    (key,) = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(1), 16), 1)
+    drawn = alg.replay.sample(state.replay, key, 16).experience
+    assert 0 < rows[2] == drawn.valid[:, 0].sum() < 16
+
+
+def test_a_metric_of_the_loss_has_a_chart(monkeypatch):
+    """From the point on after learning started; of one that always counts all rows."""
+    monkeypatch.setattr(dqn_jax, "Algorithm", Measured)
+    flags = dict(total_timesteps=100, num_envs=2, learning_starts=50, batch_size=16)
+    run = Run(env_id="Probe-truncation-v0", log_interval=20, eval_episodes=0, checkpoint_interval=0)
+    _, _, folder = train(Args(**flags), run)
+    scalars, _ = read_events(folder)
+    losses = dict(scalars["losses/td_loss"])
+    rows = dict(scalars["losses/rows"])
+    assert rows.keys() == losses.keys() == {80, 100}
+    assert all(0 < count < 16 and count % 1 == 0 for count in rows.values())
 
 
 @pytest.mark.parametrize(
@@ -367,43 +502,74 @@ def test_train_step_against_a_plain_loop(flags):
 
     The buffer of 10 steps of 3 environments is overwritten; a step that only resets is garbage.
     """
-    args = Args(**flags, num_envs=3, train_frequency=4, batch_size=8, buffer_size=28, gamma=0.9)
-    alg, rng, plain = linear(dqn_jax, args), np.random.default_rng(0), PlainReplay()
-    params, target_params = np.array([0.5, -0.5]), np.array([1.5, 0.5])
+    sizes = dict(num_envs=3, train_frequency=4, batch_size=8, buffer_size=28, learning_starts=12)
+    args = Args(**flags, **sizes, gamma=0.9)
+    alg = linear(dqn_jax, args)
+    rng = np.random.default_rng(0)
+    plain = PlainReplay()
+    params = np.array([0.5, -0.5])
+    target_params = np.array([1.5, 0.5])
     state = state_of(alg, params.astype(np.float32), target_params.astype(np.float32))
-    step, resetting, updates, resets = jax.jit(alg.train_step), np.zeros(3, bool), 0, 0
+    train_step = jax.jit(alg.train_step)
+    key = jax.random.PRNGKey(3)
+    resetting = np.zeros(3, bool)
+    updates = 0
+    resets = 0
     period = {10: 2, 4: 1}[args.target_network_frequency]
-    for i in range(4):
+    for step in (0, 12, 24, 36):
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
-        key = jax.random.fold_in(jax.random.PRNGKey(3), i)
-        state, metrics = step(state, rollout, {"gradient_steps": 3 if i else 0}, key)
+        state, acting, metrics = train_step(state, rollout, key, step)
         reward = np.sign(rollout.reward) if args.clip_rewards else rollout.reward
         plain.add(rollout._replace(reward=reward))
-        for j in range(3 if i else 0):
-            drawn = alg.replay.sample(state.replay, jax.random.split(key, 3)[j], 8).indices
+        keys = jax.random.split(jax.random.fold_in(key, step), 3)
+        for own_key in keys if step > 0 else []:
+            drawn = alg.replay.sample(state.replay, own_key, 8).indices
             assert min(drawn) >= 3 * max(len(plain.rows) - 10, 0)  # what has not been overwritten
             batch = plain.batch(drawn, 3, args.n_step, 0.9)
             observation, action, reward, discount, following, valid = batch
-            next_q, rows = following * target_params, np.arange(valid.sum())
+            rows = np.arange(valid.sum())
+            next_q = following * target_params
             best = (following * (params if args.double_q else target_params)).argmax(-1)
-            error = reward + discount * next_q[rows, best] - (observation * params)[rows, action]
-            value = (observation * params)[rows, action].mean()
+            value = (observation * params)[rows, action]
+            error = reward + discount * next_q[rows, best] - value
             grad = np.zeros(2)
             np.add.at(grad, action, -2 / len(rows) * error * observation[:, 0])
-            params, updates = params - 0.1 * grad, updates + 1
+            params = params - 0.1 * grad
+            updates += 1
             if updates % period == 0:
                 target_params = args.tau * params + (1 - args.tau) * target_params
             resets += (~valid).sum()
-        if i:  # of the last gradient step
-            assert metrics["losses/td_loss"] == pytest.approx(np.mean(error**2), rel=1e-4)
-            assert metrics["losses/q_values"] == pytest.approx(value, rel=1e-4)
+        losses = [metrics["losses/td_loss"], metrics["losses/q_values"]]
+        if step > 0:  # of the last gradient step
+            np.testing.assert_allclose(losses, [np.mean(error**2), value.mean()], rtol=1e-4)
         else:
-            assert all(np.isnan(x) for x in metrics.values())
+            np.testing.assert_array_equal(losses, [np.nan, np.nan])
         np.testing.assert_allclose(state.params, params, rtol=1e-4)
+        np.testing.assert_array_equal(acting, state.params)
         np.testing.assert_allclose(state.target_params, target_params, rtol=1e-4)
     assert int(state.updates) == updates == 9
     assert resets > 5
     assert int(alg.replay.size(state.replay)) == 30
+
+
+def test_rewards_are_learned_from_by_their_sign():
+    """And counted as they are."""
+    args = Args(num_envs=2, train_frequency=6, batch_size=8, clip_rewards=True)
+    alg = linear(dqn_jax, args)
+    rollout, _ = random_rollout(np.random.default_rng(0), 3, np.zeros(2, bool))
+    rollout = rollout._replace(
+        reward=np.array([[2.5, -7.0], [0.0, 0.25], [100.0, -0.5]], np.float32),
+        terminated=np.array([[False, False], [False, False], [True, False]]),
+        truncated=np.array([[False, False], [False, False], [False, True]]),
+        valid=np.ones((3, 2), bool),
+    )
+    state, _, _ = jax.jit(alg.train_step)(
+        alg.init(jax.random.PRNGKey(0)), rollout, jax.random.PRNGKey(0), 0
+    )
+    np.testing.assert_array_equal(state.replay.storage.reward[:3], [[1, -1], [0, 1], [1, -1]])
+    scalars = defaultdict(list)
+    dqn_jax.count_episodes(rollout, np.zeros((2, 2)), scalars)
+    assert scalars["charts/episodic_return"] == [102.5, -7.25]
 
 
 @pytest.mark.parametrize("n_step", [1, 3])
@@ -413,19 +579,23 @@ def test_no_window_goes_across_a_restart(n_step):
     Of the rows before a restart the last one is lost, and the one before it is cut off there.
     """
     args = Args(n_step=n_step, num_envs=6, train_frequency=24, batch_size=8, buffer_size=60)
-    alg, rng = linear(dqn_jax, replace(args, gamma=0.9)), np.random.default_rng(1)
-    state, step = state_of(alg, *np.zeros((2, 2), np.float32)), jax.jit(alg.train_step)
-    resetting, plain = np.zeros(6, bool), PlainReplay()
+    alg = linear(dqn_jax, replace(args, gamma=0.9))
+    rng = np.random.default_rng(1)
+    state = state_of(alg, *np.zeros((2, 2), np.float32))
+    train_step = jax.jit(alg.train_step)
+    key = jax.random.PRNGKey(0)
+    resetting = np.zeros(6, bool)
+    plain = PlainReplay()
     for _ in range(3):
         rollout, resetting = random_rollout(rng, 4, resetting)
-        state, _ = step(state, rollout, {"gradient_steps": 0}, jax.random.PRNGKey(0))
+        state, _, _ = train_step(state, rollout, key, 0)
         plain.add(rollout)
-    restarted = alg.restart(state)
-    goes_on = plain.rows[10].is_step & ~plain.rows[10].terminated
+    restarted = alg.cut_episodes_off(state)
+    goes_on = plain.rows[10].valid & ~plain.rows[10].terminated
     assert goes_on.any()
     cut = list(plain.rows)
     cut[10] = cut[10]._replace(truncated=goes_on)
-    cut[11] = cut[11]._replace(is_step=np.zeros(6, bool))
+    cut[11] = cut[11]._replace(valid=np.zeros(6, bool))
     held = np.arange(2, 12)  # rows, in the ring at their number modulo 10
     wanted = jax.tree.map(lambda *x: np.stack(x), *[cut[row] for row in held])
     stored = jax.tree.map(lambda x: np.asarray(x)[held % 10], restarted.replay.storage)
@@ -439,25 +609,27 @@ def test_no_window_goes_across_a_restart(n_step):
     after_cut.rows = [*cut, *plain.rows[12:]]
     rows = range(6, 16 - n_step)  # of 16, the last 10 are held, and a window is n_step + 1 of them
     indices = np.array([6 * row + i for row in rows for i in range(6)])
-    fold, valid = jax.jit(alg.fold), []
+    to_transitions = jax.jit(alg.to_transitions)
+    valid = []
     for start, steps in ((state, plain), (restarted, after_cut)):
-        new, _ = step(start, rollout, {"gradient_steps": 0}, jax.random.PRNGKey(0))
-        batch = fold(alg.replay.get(new.replay, indices))
+        new, _, _ = train_step(start, rollout, key, 0)
+        batch = to_transitions(alg.replay.get(new.replay, indices))
         *expected, is_valid = steps.batch(indices, 6, n_step, 0.9)
-        np.testing.assert_array_equal(batch.is_valid, is_valid)
+        np.testing.assert_array_equal(batch.valid, is_valid)
         for got, x in zip(batch, expected, strict=False):
             np.testing.assert_allclose(np.asarray(got)[is_valid], x, rtol=1e-5, atol=1e-6)
         valid.append(is_valid)
     row, environment = np.divmod(indices, 6)
-    is_step = np.array([plain.rows[r].is_step[i] for r, i in zip(row, environment, strict=True)])
-    assert (~is_step).any()
-    assert is_step[row == 11].any()
-    np.testing.assert_array_equal(valid[0], is_step)
-    np.testing.assert_array_equal(valid[1], is_step & (row != 11))  # only the last row is lost
+    counts = np.array([plain.rows[r].valid[i] for r, i in zip(row, environment, strict=True)])
+    assert (~counts).any()
+    assert counts[row == 11].any()
+    np.testing.assert_array_equal(valid[0], counts)
+    np.testing.assert_array_equal(valid[1], counts & (row != 11))  # only the last row is lost
     # Those that reach the cut are bootstrapped from what was observed last.
     reaching = 0
     for b in np.flatnonzero(valid[1] & (row < 11) & (row + n_step >= 11)):
-        i, until_cut = environment[b], range(row[b], 11)
+        i = environment[b]
+        until_cut = range(row[b], 11)
         if any(plain.rows[r].terminated[i] or plain.rows[r].truncated[i] for r in until_cut):
             continue
         reaching += 1
@@ -471,39 +643,40 @@ def test_no_window_goes_across_a_restart(n_step):
 # ----------------------------------------------------------------------------------- environments
 
 
-def kind_of(envs):
-    """Whether a native vector version, and what its environments are."""
-    native = not isinstance(envs, gym.vector.SyncVectorEnv) or not isinstance(
-        envs.envs[0], gym.Wrapper
-    )
-    return native, getattr(envs, "envs", [envs])[0].unwrapped
+def is_native(envs):
+    """Whether it is a vector version of the environment, and not single ones."""
+    if not isinstance(envs, gym.vector.SyncVectorEnv):
+        return True
+    return not isinstance(envs.envs[0], gym.Wrapper)
 
 
 @pytest.mark.parametrize(
-    ("env_id", "env_kwargs", "native_from", "shape", "reward"),
+    ("env_id", "flags", "native_from", "shape", "reward"),
     [
-        ("Counter-v0", "{}", None, (3,), 1),  # there is no native one
-        ("CartPole-v1", "{}", 4, (4,), 1),
-        ("CartPole-v1", '{"sutton_barto_reward": true}', 4, (4,), 0),
-        ("VectorOnly-v0", "{}", 1, (3,), 1),  # there is no other
-        ("Preprocessed-v0", "{}", 1, (2,), 1),  # the native one observes something else
-        ("TakesKwargs-v0", "{}", 4, (3,), 1),
-        ("TakesKwargs-v0", '{"scale": 3}', None, (3,), 3),  # which the native one does not take
-        ("Image-v0", '{"shape": [9, 10, 3]}', None, (9, 10, 3), None),
-        ("environments:Start-v0", "{}", None, (1,), None),
+        ("Counter-v0", {}, None, (3,), 1),  # there is no native one
+        ("CartPole-v1", {}, 4, (4,), 1),
+        ("CartPole-v1", {"env_kwargs": '{"sutton_barto_reward": true}'}, 4, (4,), 0),
+        ("CartPole-v1", {"vectorization": "sync"}, None, (4,), 1),
+        ("VectorOnly-v0", {}, 1, (3,), 1),  # there is no other
+        ("Preprocessed-v0", {}, 1, (2,), 1),  # the native one observes something else
+        ("TakesKwargs-v0", {}, 4, (3,), 1),
+        # The native one does not take it.
+        ("TakesKwargs-v0", {"env_kwargs": '{"scale": 3}', "vectorization": "sync"}, None, (3,), 3),
+        ("Image-v0", {"env_kwargs": '{"shape": [9, 10, 3]}'}, None, (9, 10, 3), None),
+        ("environments:Start-v0", {}, None, (1,), None),
         # Functional: in the native one all others stand still where one resets.
-        ("phys2d/CartPole-v1", "{}", None, (4,), None),
+        ("phys2d/CartPole-v1", {"vectorization": "sync"}, None, (4,), None),
     ],
 )
 def test_the_environment_is_the_same_at_any_number_of_them(
-    env_id, env_kwargs, native_from, shape, reward
+    env_id, flags, native_from, shape, reward
 ):
-    run = Run(env_id=env_id, env_kwargs=env_kwargs)
+    run = Run(env_id=env_id, **flags)
     for n in (1, 2, 4, 8):
         envs = dqn_jax.make_envs(Args(), run, n)
         assert envs.num_envs == n
         assert envs.single_observation_space.shape == shape
-        assert kind_of(envs)[0] == (native_from is not None and n >= native_from), n
+        assert is_native(envs) == (native_from is not None and n >= native_from), n
         if reward is not None:
             envs.reset(seed=0)
             np.testing.assert_array_equal(envs.step(envs.action_space.sample())[1], [reward] * n)
@@ -513,20 +686,33 @@ def test_the_environment_is_the_same_at_any_number_of_them(
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (Run(env_id="CounterSameStep-v0"), "its autoreset_mode must be NEXT_STEP, not .*SAME_STEP"),
+        (Run(env_id="CounterSameStep-v0"), "its autoreset_mode must be NEXT_STEP"),
         (Run(env_id="CartPole-v9"), "CartPole-v9 with env_kwargs {}: "),
         (Run(env_id="no_such_module:X-v0"), "no_such_module:X-v0 with env_kwargs {}: "),
         (Run(env_id="Counter-v0", env_kwargs='{"no": 1}'), "unexpected keyword argument 'no'"),
-        (Run(env_id="FrozenLake-v1"), r"observations are Discrete\(16\), no Box"),
-        (Run(env_id="Pendulum-v1"), r"DQN takes Discrete actions, not Box"),
-        (Run(num_seeds=2), "CartPole-v1 trains one agent only"),
-        (Run(num_seeds=0, log_interval=-1), "num_seeds must be at least 1, not 0"),
-        (Run(log_interval=-1), "log_interval must be at least 1, not -1"),
-        (Args(learning_starts=100), "learning_starts must be at least batch_size"),
-        (Args(total_timesteps=10_000), "learning_starts must be .* less than total_timesteps"),
-        (Args(num_envs=0), "num_envs must be at least 1, not 0"),
-        (Args(train_frequency=0, n_step=0), "train_frequency must be at least 1, not 0"),
-        (Args(n_step=0), "n_step must be at least 1, not 0"),
+        (Run(env_id="Counter-v0", env_kwargs='{"no'), 'Counter-v0 with env_kwargs {"no: '),
+        (
+            Run(env_id="TakesKwargs-v0", env_kwargs='{"scale": 3}'),
+            "counters.* unexpected keyword argument 'scale'",  # by the vector version
+        ),
+        (Run(env_id="FrozenLake-v1"), "FrozenLake-v1: observations must be a Box"),
+        (Run(env_id="Pendulum-v1"), "DQN takes Discrete actions, not Box"),
+        (Run(num_seeds=2), "num_seeds, num_devices, distributed"),
+        (Run(num_devices=2), "num_seeds, num_devices, distributed"),
+        (Run(distributed="auto"), "num_seeds, num_devices, distributed"),
+        (Run(num_seeds=0, log_interval=-1), "num_seeds must be from 1 to .*, not 0"),
+        (Run(log_interval=-1), "log_interval must be from 1 to .*, not -1"),
+        (Run(log_interval=2**31), "log_interval must be from 1 to 2\\*\\*31 - 1, not 2147483648"),
+        (Run(eval_interval=0), "eval_interval must be from 1 to .*, not 0"),
+        (Run(eval_episodes=-1), "eval_episodes must be from 0 to .*, not -1"),
+        (Run(checkpoint_interval=-1), "checkpoint_interval must be from 0 to .*, not -1"),
+        (Run(seed=-1), "seed must be from 0 to .*, not -1"),
+        (Args(learning_starts=100), "learning_starts must be from batch_size to"),
+        (Args(total_timesteps=10_000), "learning_starts must be .* to total_timesteps - 1"),
+        (Args(num_envs=0), "num_envs must be from 1 to .*, not 0"),
+        (Args(train_frequency=0, n_step=0), "train_frequency must be from 1 to .*, not 0"),
+        (Args(n_step=0), "n_step must be from 1 to .*, not 0"),
+        (Args(frame_stack=0), "frame_stack must be from 1 to .*, not 0"),
     ],
 )
 def test_mistakes_in_flags_are_found_before_training(run, message, tmp_path):
@@ -546,6 +732,21 @@ def test_a_buffer_that_does_not_divide_is_rounded_up():
 # ------------------------------------------------------------------------------------ the collector
 
 
+def collect(alg, envs, params, noises, seed):
+    """Rollouts with these noises, EnvStates before and after each, and `scalars` of episodes."""
+    observation, _ = envs.reset(seed=seed)
+    n = envs.num_envs
+    states = [EnvState(observation, np.ones(n, bool), np.zeros((2, n)))]
+    log = SimpleNamespace(scalars=defaultdict(list))
+    rollouts = []
+    for noise in noises:
+        rollout, state = dqn_jax.collect_rollout(alg, envs, params, states[-1], noise, log)
+        rollouts.append(rollout)
+        states.append(state)
+    envs.close()
+    return rollouts, states, log.scalars
+
+
 def alone(seed, actions):
     """The steps of one Counter that is reset by hand, for as many actions as given."""
     env = gym.make("Counter-v0")
@@ -560,25 +761,17 @@ def alone(seed, actions):
 
 def test_collector_against_environments_stepped_alone():
     """All of every step, over rollouts, with and without exploration."""
-    n, rollouts = 3, 5
+    n = 3
     alg = linear(dqn_jax, Args(num_envs=n, train_frequency=18), features=3, num_actions=3)
     assert alg.rollout_shape == (6, n)
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.normal(size=9), jnp.float32)
+    noises = [rng.integers(-1, 3, size=(6, n), dtype=np.int32) for _ in range(5)]
     envs = dqn_jax.make_envs(alg.args, Run(env_id="Counter-v0"), n)
-    observation, _ = envs.reset(seed=5)
-    is_step, rng = np.ones(n, bool), np.random.default_rng(0)
-    policy = jnp.asarray(rng.normal(size=9), jnp.float32)
-    collected, noises, resetting = [], [], []
-    for _ in range(rollouts):
-        noises.append(rng.integers(-1, 3, size=(6, n), dtype=np.int32))
-        resetting.append(~is_step)
-        rollout, is_step = dqn_jax.collect_rollout(
-            alg, envs, observation, is_step, policy, noises[-1]
-        )
-        observation = rollout.next_observation
-        collected.append(rollout)
-    envs.close()
+    collected, states, _ = collect(alg, envs, params, noises, seed=5)
     for before, after in pairwise(collected):
         np.testing.assert_array_equal(before.next_observation, after.observation[0])
+    resetting = [~state.valid for state in states[:-1]]
     np.testing.assert_array_equal(resetting, np.outer([0, 1, 0, 0, 1], [1] * n))
     rollout = jax.tree.map(lambda *x: np.concatenate(x), *collected)
     noise = np.concatenate(noises)
@@ -588,21 +781,22 @@ def test_collector_against_environments_stepped_alone():
         "reward": np.float32,
         "terminated": bool,
         "truncated": bool,
-        "is_step": bool,
+        "valid": bool,
         "next_observation": np.float32,
     }
-    greedy = (rollout.observation @ np.asarray(policy).reshape(3, 3)).argmax(-1)
+    greedy = (rollout.observation @ np.asarray(params).reshape(3, 3)).argmax(-1)
     np.testing.assert_array_equal(rollout.action, np.where(noise < 0, greedy, noise))
     following = np.concatenate([rollout.observation[1:], collected[-1].next_observation[None]])
     done = rollout.terminated | rollout.truncated
-    np.testing.assert_array_equal(rollout.is_step[1:], ~done[:-1])  # the step after an end resets
-    assert rollout.is_step[0].all()
-    np.testing.assert_array_equal(is_step, ~done[-1])
-    assert (rollout.reward[~rollout.is_step] == 0).all()
+    np.testing.assert_array_equal(rollout.valid[1:], ~done[:-1])  # the step after an end resets
+    assert rollout.valid[0].all()
+    np.testing.assert_array_equal(states[-1].valid, ~done[-1])
+    np.testing.assert_array_equal(states[-1].observation, collected[-1].next_observation)
+    assert (rollout.reward[~rollout.valid] == 0).all()
     rollout = rollout._replace(next_observation=following)
     for i in range(n):
-        kept = [jax.tree.map(lambda x, t=t, i=i: x[t, i], rollout) for t in range(6 * rollouts)]
-        kept = [step for step in kept if step.is_step]
+        kept = [jax.tree.map(lambda x, t=t, i=i: x[t, i], rollout) for t in range(len(noise))]
+        kept = [step for step in kept if step.valid]
         assert sum(step.terminated for step in kept) > 1
         assert sum(step.truncated for step in kept) > 1
         wanted = alone(5 + i, [step.action for step in kept])
@@ -610,80 +804,100 @@ def test_collector_against_environments_stepped_alone():
             jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def test_native_environments_are_collected_without_a_loss():
-    """CartPole's reward is 1 a step; the observation after the last one is out of bounds."""
-    alg = linear(dqn_jax, Args(num_envs=4, train_frequency=800), features=4)
-    envs = dqn_jax.make_envs(alg.args, Run(), 4)
-    assert type(envs).__name__ == "CartPoleVectorEnv"
-    observation, _ = envs.reset(seed=0)
-    noise = np.random.default_rng(0).integers(2, size=(200, 4), dtype=np.int32)
-    is_step, policy = np.ones(4, bool), np.zeros(8, np.float32)
-    rollout, _ = dqn_jax.collect_rollout(alg, envs, observation, is_step, policy, noise)
-    envs.close()
-    np.testing.assert_array_equal(rollout.reward, rollout.is_step)
+def test_collector_counts_the_episodes_of_counter():
+    """They last 2, 3, 4, 5, 2, ... steps, with rewards 1, 2, ...; a step between them resets."""
+    alg = linear(dqn_jax, Args(num_envs=2, train_frequency=10), features=3, num_actions=3)
+    envs = dqn_jax.make_envs(alg.args, Run(env_id="Counter-v0"), 2)
+    noises = np.zeros((5, 5, 2), np.int32)
+    _, states, scalars = collect(alg, envs, jnp.zeros(9), noises, seed=0)
+    assert scalars["charts/episodic_length"] == [2, 2, 3, 3, 4, 4, 5, 5, 2, 2, 3, 3]
+    assert scalars["charts/episodic_return"] == [3, 3, 6, 6, 10, 10, 15, 15, 3, 3, 6, 6]
+    # They end at step 2, 6, 11, 17, 20 and 24.
+    returns = [state.unfinished[0, 0] for state in states]
+    lengths = [state.unfinished[1, 0] for state in states]
+    assert returns == [0, 3, 6, 6, 0, 0]
+    assert lengths == [0, 2, 3, 3, 0, 0]
+
+
+@pytest.mark.parametrize("num_envs", [2, 4])
+def test_cartpole_is_collected_without_a_loss(num_envs):
+    """Its reward is 1 a step; the observation after the last one is out of bounds.
+
+    Four or more are a native vector version; fewer ones write over what they observed.
+    """
+    steps = 1_600 // num_envs
+    args = Args(num_envs=num_envs, train_frequency=num_envs * steps)
+    alg = linear(dqn_jax, args, features=4)
+    envs = dqn_jax.make_envs(alg.args, Run(), num_envs)
+    assert is_native(envs) == (num_envs == 4)
+    noise = np.random.default_rng(0).integers(2, size=(steps, num_envs), dtype=np.int32)
+    (rollout,), _, _ = collect(alg, envs, jnp.zeros(8), [noise], seed=0)
+    np.testing.assert_array_equal(rollout.reward, rollout.valid)
     done = (rollout.terminated | rollout.truncated)[:-1]
     assert done.sum() > 20
-    np.testing.assert_array_equal(rollout.is_step[1:], ~done)
+    np.testing.assert_array_equal(rollout.valid[1:], ~done)
     last = np.abs(rollout.observation[1:][done])
     assert ((last[:, 2] > 0.2095) | (last[:, 0] > 2.4)).all()
+    # Position and angle move on by 0.02 s times their speeds.
+    following = np.concatenate([rollout.observation[1:], rollout.next_observation[None]])
+    moved = rollout.observation[..., [0, 2]] + 0.02 * rollout.observation[..., [1, 3]]
+    steps = rollout.valid
+    np.testing.assert_allclose(following[..., [0, 2]][steps], moved[steps], rtol=1e-4, atol=1e-6)
 
 
-def test_statistics_of_episodes_against_a_plain_loop():
-    """Across rollouts, and across the points of the charts, which start the sums anew."""
-    n, steps = 4, 6
-    stub = SimpleNamespace(train_step=lambda state, *_: (state, {}), policy=lambda state: state)
-    update, rng = jax.jit(partial(dqn_jax.update_training, stub)), np.random.default_rng(2)
-    training = Training(0, jax.random.PRNGKey(0), jnp.zeros((2, n)), jnp.zeros(3))
-    resetting, totals, lengths = np.zeros(n, bool), np.zeros(n), np.zeros(n)
-    seen = 0
-    for _ in range(10):
-        training = training._replace(ended=jnp.zeros(3))
-        episodes = []
-        for _ in range(3):
-            rollout, resetting = random_rollout(rng, steps, resetting)
-            rollout = rollout._replace(reward=np.round(8 * rollout.reward))  # exact sums
-            training, metrics, _ = update(training, rollout, {"epsilon": 0.5})
-            for t in range(steps):
-                for i in range(n):
-                    totals[i] += rollout.reward[t, i]
-                    lengths[i] += rollout.is_step[t, i]
-                    if rollout.terminated[t, i] or rollout.truncated[t, i]:
-                        episodes.append((totals[i], lengths[i]))
-                        totals[i] = lengths[i] = 0
-        np.testing.assert_array_equal(training.current, [totals, lengths])
-        sums = np.sum(episodes, axis=0)
-        np.testing.assert_array_equal(training.ended, [len(episodes), *sums])
-        assert metrics["charts/episodic_return"] == pytest.approx(sums[0] / len(episodes), rel=1e-6)
-        assert metrics["charts/episodic_length"] == pytest.approx(sums[1] / len(episodes), rel=1e-6)
-        assert metrics["charts/epsilon"] == 0.5
-        seen += len(episodes)
-    assert seen > 100
-    # Nothing is logged where no episode ends, though sums of such rewards leave a rest.
-    no_end, reward = np.zeros((steps, n), bool), rollout.reward / np.float32(10)
-    rollout = rollout._replace(terminated=no_end, truncated=no_end, reward=reward)
-    _, metrics, _ = update(training._replace(ended=jnp.zeros(3)), rollout, {"epsilon": 0.5})
-    assert np.isnan(metrics["charts/episodic_return"])
+def test_episodes_are_counted_as_in_a_plain_loop():
+    """Across rollouts."""
+    n = 4
+    rng = np.random.default_rng(2)
+    resetting = np.zeros(n, bool)
+    unfinished = np.zeros((2, n))
+    scalars = defaultdict(list)
+    totals = np.zeros(n)
+    lengths = np.zeros(n)
+    episodes = []
+    for _ in range(30):
+        rollout, resetting = random_rollout(rng, 6, resetting)
+        rollout = rollout._replace(reward=np.round(8 * rollout.reward))  # exact sums
+        unfinished = dqn_jax.count_episodes(rollout, unfinished, scalars)
+        for t in range(6):
+            totals += rollout.reward[t]
+            lengths += rollout.valid[t]
+            for i in np.flatnonzero(rollout.terminated[t] | rollout.truncated[t]):
+                episodes.append((totals[i], lengths[i]))
+                totals[i] = 0
+                lengths[i] = 0
+        np.testing.assert_array_equal(unfinished, [totals, lengths])
+    assert len(episodes) > 100
+    counted = zip(scalars["charts/episodic_return"], scalars["charts/episodic_length"], strict=True)
+    assert list(counted) == episodes
 
 
-def test_rewards_are_learned_from_by_their_sign():
-    """And counted as they are."""
-    args = Args(num_envs=2, train_frequency=6, batch_size=8, clip_rewards=True)
-    alg = linear(dqn_jax, args)
-    rollout, _ = random_rollout(np.random.default_rng(0), 3, np.zeros(2, bool))
-    rollout = rollout._replace(
-        reward=np.array([[2.5, -7.0], [0.0, 0.25], [100.0, -0.5]], np.float32),
-        terminated=np.array([[False, False], [False, False], [True, False]]),
-        truncated=np.array([[False, False], [False, False], [False, True]]),
-        is_step=np.ones((3, 2), bool),
-    )
-    agent = state_of(alg, *np.zeros((2, 2), np.float32))
-    training = Training(agent, jax.random.PRNGKey(0), jnp.zeros((2, 2)), jnp.zeros(3))
-    update = jax.jit(partial(dqn_jax.update_training, alg))
-    training, metrics, _ = update(training, rollout, {"gradient_steps": 0})
-    stored = training.agent.replay.storage.reward[:3]
-    np.testing.assert_array_equal(stored, [[1, -1], [0, 1], [1, -1]])
-    np.testing.assert_array_equal(training.ended, [2, 102.5 - 7.25, 6])
-    assert metrics["charts/episodic_return"] == (102.5 - 7.25) / 2
+def test_a_point_has_means_of_what_was_counted_since_the_last_one(monkeypatch):
+    """And no chart of episodes where none ended."""
+    written = []
+    monkeypatch.setattr(dqn_jax, "write_metrics", lambda *point: written.append(point[1:]))
+    bar = SimpleNamespace(disable=False, n=0, set_postfix_str=written.append)
+    scalars = defaultdict(list)
+    log = dqn_jax.Log(None, None, bar, 0, 0.0, None, None, scalars, deque(maxlen=3))
+    scalars["charts/episodic_return"] += [1.0, 2.0, 6.0]
+    scalars["charts/episodic_length"] += [4.0, 4.0, 7.0]
+    dqn_jax.write_point(log, 100, {"losses/td_loss": 0.5})
+    dqn_jax.write_point(log, 200, {})
+    scalars["charts/episodic_return"] += [10.0]
+    dqn_jax.write_point(log, 300, {})
+    (first, _, second, _, third, shown) = written
+    assert first[0] == 100
+    assert first[1].pop("charts/SPS") > 0
+    assert first[1] == {
+        "losses/td_loss": 0.5,
+        "charts/episodic_return": 3,
+        "charts/episodic_length": 5,
+    }
+    assert second[1].keys() == {"charts/SPS"}
+    assert third[1]["charts/episodic_return"] == 10
+    assert list(log.recent) == [2, 6, 10]
+    assert shown == "return 6.0"
+    assert bar.n == 300
 
 
 # ------------------------------------------------------------------------------------ a whole run
@@ -695,90 +909,96 @@ SHORT_RUN = Run(log_interval=500, eval_episodes=0)
 
 @pytest.fixture(scope="module", params=[1, 8])
 def two_runs(request, tmp_path_factory):
-    """Algorithm, Run, and what two runs with the same flags gave."""
+    """Args, and what two runs with the same flags gave."""
+    args = replace(SHORT, num_envs=request.param)
+    runs = []
     with pytest.MonkeyPatch.context() as patch:
-        args, run, runs = replace(SHORT, num_envs=request.param), SHORT_RUN, []
         for _ in range(2):
             patch.chdir(tmp_path_factory.mktemp("run"))
-            runs.append(train(args, run))
-    return DQN(args, np.zeros(4, np.float32), TWO), args, run, runs
+            runs.append(train(args, SHORT_RUN))
+    return args, runs
 
 
 def test_same_seed_same_run(two_runs):
     """The same parameters, the same replay, the same events."""
-    *_, args, run, (first, second) = two_runs
+    args, (first, second) = two_runs
     jax.tree.map(np.testing.assert_array_equal, first[0], second[0])
     np.testing.assert_array_equal(first[1], second[1])
-    scalars, others = (read_events(folder)[0] for *_, folder in (first, second))
+    scalars, _ = read_events(first[2])
+    others, _ = read_events(second[2])
     assert scalars.pop("charts/SPS") != others.pop("charts/SPS")
     assert scalars == others
-    other = train(args, replace(run, seed=2))
-    assert (other[0].agent.params != first[0].agent.params).any()
+    other = train(args, replace(SHORT_RUN, seed=2))
+    kernels = [run[0].params["params"]["Dense_0"]["kernel"] for run in (first, other)]
+    assert (kernels[0] != kernels[1]).any()
     assert other[1] != first[1]
 
 
-def test_run_against_a_plain_loop(two_runs):
-    """Without threads: a rollout is collected with the parameters of before the last update."""
-    alg, args, run, ((trained, returns, folder), _) = two_runs
-    _, loop = dqn_jax.set_up(args, run)
-    training = loop.start()
-    size = alg.steps_per_iteration
-    interval = -(-500 // size) * size
-    draw_noise = jax.jit(alg.draw_noise)
-    update = jax.jit(partial(dqn_jax.update_training, alg), donate_argnums=0)
-    envs = dqn_jax.make_envs(args, run, args.num_envs)
-    observation, _ = envs.reset(seed=dqn_jax.environment_seed(run, 0))
-    is_step = np.ones(args.num_envs, bool)
-    policies = [jnp.copy(alg.policy(training.agent))] * 2
-    charts, ended, totals = {}, [], np.zeros(args.num_envs)
-    for step in range(0, args.total_timesteps, interval):
-        ended.append([])
-        for at in range(step, step + interval, size):
-            schedule = {name: x[0] for name, x in alg.schedule(np.array([at])).items()}
-            key = jax.random.fold_in(jax.random.PRNGKey(1), at)
-            noise = np.asarray(draw_noise(key, schedule))
-            rollout, is_step = dqn_jax.collect_rollout(
-                alg, envs, observation, is_step, policies.pop(0), noise
-            )
-            observation = rollout.next_observation
-            training, metrics, policy = update(training, rollout, schedule)
-            policies.append(policy)
-            for t, done in enumerate(rollout.terminated | rollout.truncated):
-                totals += rollout.reward[t]
-                ended[-1] += list(totals[done])
-                totals[done] = 0
-        charts[step + interval] = metrics
-    envs.close()
-    jax.tree.map(np.testing.assert_array_equal, trained.agent, training.agent)
+def plain_run(args):
+    """As `train` without threads and charts: State, episodes [(step, return)], metrics by step.
 
+    A rollout is collected with the parameters of before the last update.
+    """
+    alg, _ = dqn_jax.set_up(args, SHORT_RUN)
+    size = alg.steps_per_iteration
+    init_key, noise_key, learn_key = jax.random.split(jax.random.PRNGKey(1), 3)
+    train_step = jax.jit(alg.train_step)
+    state = jax.jit(alg.init)(init_key)
+    acting = [state.params, state.params]
+    envs = dqn_jax.make_envs(args, SHORT_RUN, args.num_envs)
+    observation, _ = envs.reset(seed=dqn_jax.environment_seed(SHORT_RUN, 0))
+    env_state = EnvState(observation, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
+    totals = np.zeros(args.num_envs)
+    ended = []
+    metrics = {}
+    for step in range(0, args.total_timesteps, size):
+        log = SimpleNamespace(scalars=defaultdict(list))
+        noise = np.asarray(alg.draw_noise(noise_key, step))
+        rollout, env_state = dqn_jax.collect_rollout(alg, envs, acting[-2], env_state, noise, log)
+        state, params, metrics[step + size] = train_step(state, rollout, learn_key, step)
+        acting.append(params)
+        for t, done in enumerate(rollout.terminated | rollout.truncated):
+            totals += rollout.reward[t]
+            ended += [(step + size, total) for total in totals[done]]
+            totals[done] = 0
+    envs.close()
+    return state, ended, metrics
+
+
+def test_run_against_a_plain_loop(two_runs):
+    """What is learned, and the charts of it, whose losses are of the iteration before the last."""
+    args, ((learned, returns, folder), _) = two_runs
+    state, ended, metrics = plain_run(args)
+    jax.tree.map(np.testing.assert_array_equal, learned, state)
+    size = np.lcm(args.num_envs, 10)
+    points = [-(-step // size) * size for step in range(500, 3_001, 500)]
     scalars, text = read_events(folder)
-    steps = range(interval, args.total_timesteps + interval, interval)
-    mean_returns = [float(np.mean(x)) for x in ended]
     charted = scalars.pop("charts/episodic_return")
-    assert charted == [(s, pytest.approx(x)) for s, x in zip(steps, mean_returns, strict=True)]
+    means = []
+    for begin, end in pairwise([0, *points]):
+        means.append(np.mean([total for step, total in ended if begin < step <= end]))
+    assert charted == [(s, pytest.approx(x)) for s, x in zip(points, means, strict=True)]
     assert scalars.pop("charts/episodic_length") == charted  # CartPole pays 1 a step
-    assert all(value > 0 for _, value in scalars.pop("charts/SPS"))
+    speed = scalars.pop("charts/SPS")
+    assert [step for step, value in speed if value > 0] == points
     assert set(scalars) == {
         "charts/epsilon",
         "charts/gradient_steps",
         "losses/td_loss",
         "losses/q_values",
     }
-    for tag, points in scalars.items():  # without losses before there is a gradient step
-        wanted = [(s, charts[s][tag]) for s in steps if not np.isnan(charts[s][tag])]
-        assert points == [(s, pytest.approx(float(x), rel=1e-6)) for s, x in wanted], tag
-    assert 3 < len(scalars["losses/td_loss"]) < len(steps)
+    for tag, values in scalars.items():  # without losses before there is a gradient step
+        wanted = [(s, float(metrics[s - size][tag])) for s in points]
+        wanted = [(s, pytest.approx(x, rel=1e-6)) for s, x in wanted if not np.isnan(x)]
+        assert values == wanted, tag
+    assert len(scalars["losses/td_loss"]) == 5
     assert "|learning_starts|600|" in text
     assert "|env_id|CartPole-v1|" in text
-    # The figure at the end: the last log intervals that together have at least 100 episodes.
-    last = [list(chain(*ended[i:])) for i in range(len(ended))]
-    last = [x for x in last if len(x) >= 100]
-    assert len(last) > 1
-    assert len(last[-1]) > len(ended[-1])
-    assert returns == pytest.approx(np.mean(last[-1]), rel=1e-5)
+    # The figure at the end: the mean of the last 100 episodes.
+    assert len(ended) > 100
+    np.testing.assert_allclose(returns, [np.mean([total for _, total in ended[-100:]])])
     # One gradient step per 10 steps, from the iteration on that passes learning_starts.
-    learning = len(steps) * interval - 600 // size * size
-    assert int(trained.agent.updates) == int(trained.agent.opt_state[0].count) == learning // 10
+    assert int(learned.updates) == int(learned.opt_state[0].count) == (3_000 - 600) // 10
 
 
 # ------------------------------------------------------------------------------------- the learning
@@ -800,12 +1020,10 @@ PROBE = Args(
 
 
 def learned_q(module, env_id, observations, args, **flags):
-    """Q(s, .) of observations after training with PROBE's flags and these."""
-    training, _, _ = module.train(
-        module.Args(**vars(args) | flags), module.Run(env_id=env_id, eval_episodes=0)
-    )
-    alg = module.Algorithm(module.Args(), observations[0], TWO)
-    return training, np.asarray(jax.jit(alg.q_values)(training.agent.params, observations))
+    """The State, and Q(s, .) of observations, after training with PROBE's flags and these."""
+    run = module.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
+    state, _, _ = module.train(module.Args(**vars(args) | flags), run)
+    return state, np.asarray(jax.jit(module.QNetwork(2).apply)(state.params, observations))
 
 
 @pytest.mark.parametrize(
@@ -842,10 +1060,11 @@ def test_probe_value_with_double_q_and_soft_target():
 
 def test_image_probe():
     """uint8 images go through the Nature CNN, stay uint8 in the buffer, and can be learned from."""
-    black, white = np.zeros((4, 36, 36), np.uint8), np.full((4, 36, 36), 255, np.uint8)
-    flags = dict(total_timesteps=600, batch_size=16, learning_rate=3e-4, adam_epsilon=1e-8)
-    training, q = learned_q(dqn_jax, "ProbeImage-v0", np.stack([black, white]), PROBE, **flags)
-    stored = training.agent.replay.storage
+    black = np.zeros((4, 36, 36), np.uint8)
+    white = np.full((4, 36, 36), 255, np.uint8)
+    flags = dict(total_timesteps=1_000, batch_size=16, learning_rate=3e-4, adam_epsilon=1e-8)
+    state, q = learned_q(dqn_jax, "ProbeImage-v0", np.stack([black, white]), PROBE, **flags)
+    stored = state.replay.storage
     assert stored.observation.dtype == jnp.uint8
     assert stored.observation.shape == (125, 8, 4, 36, 36)
     assert stored.next_observation is None  # each observation once

@@ -1,5 +1,8 @@
 """Stacks of frames: as acting sees them, as the replay gives them back, as Atari makes them."""
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import ale_py  # noqa: F401  (registers ALE/*)
 import gymnasium as gym
 import jax
@@ -9,6 +12,7 @@ import pytest
 from conftest import slow
 
 import buffers
+import compiled
 import dqn_jax
 import images
 import per_dqn_jax
@@ -49,39 +53,44 @@ def atari(stack):
 def test_acting_and_learning_see_what_atari_stacks(script):
     """Step by step, across resets and the write position."""
     args = script.Args(num_envs=2, frame_stack=4, buffer_size=200, learning_starts=128)
-    zeros = np.zeros((4, 1, 84, 84), np.uint8)
-    alg = script.Algorithm(args, zeros, gym.spaces.Discrete(4))
-    state = jax.jit(alg.init)(KEY)
-    add = jax.jit(lambda replay, rollout: alg.replay.add_batch(replay, rollout))
-    single, stacked = images.FrameStack(atari(1), 4), atari(4)
-    assert single.single_observation_space.contains(zeros)
+    single = images.FrameStack(atari(1), 4)
+    stacked = atari(4)
+    assert single.single_observation_space.shape == (4, 1, 84, 84)
     assert single.observation_space.shape == (2, 4, 1, 84, 84)
+    alg = script.Algorithm(args, single.single_observation_space, gym.spaces.Discrete(4))
+    state = jax.jit(alg.init)(KEY)
+    params = alg.acting_params(state)
+    replay = state.replay
+    add = jax.jit(lambda replay, rollout: alg.replay.add_batch(replay, rollout))
     observation, _ = single.reset(seed=3)
-    is_step, policy = np.ones(2, bool), alg.policy(state)
+    env_state = script.EnvState(observation, np.ones(2, bool), np.zeros((2, 2)))
+    log = SimpleNamespace(scalars=defaultdict(list))
     expected = [np.copy(stacked.reset(seed=3)[0])]
-    replay, episodes, rng = state.replay, 0, np.random.default_rng(0)
+    episodes = 0
+    rng = np.random.default_rng(0)
     for _ in range(300 // alg.rollout_shape[0]):
         noise = rng.integers(4, size=alg.rollout_shape)
-        rollout, is_step = script.collect_rollout(alg, single, observation, is_step, policy, noise)
-        observation = rollout.next_observation
+        rollout, env_state = script.collect_rollout(alg, single, params, env_state, noise, log)
         expected += [np.copy(stacked.step(action)[0]) for action in rollout.action]
         observations = np.stack(expected[-1 - len(rollout.action) : -1])
         np.testing.assert_array_equal(rollout.observation[:, :, :, 0], observations)
         np.testing.assert_array_equal(rollout.next_observation[:, :, 0], expected[-1])
         frames = rollout._replace(observation=rollout.observation[:, :, -1], next_observation=None)
-        replay, episodes = add(replay, frames), episodes + (~rollout.is_step).sum()
+        replay = add(replay, frames)
+        episodes += (~rollout.valid).sum()
     assert episodes >= 2
     assert int(replay.size) == 100  # rows, a third of those added
     sample = alg.replay.sample(replay, KEY, 512)
     window = sample.experience
-    stacks = buffers.stack_frames(window.observation, 4, window.is_step)
+    stacks = buffers.stack_frames(window.observation, 4, window.valid)
     assert stacks.shape == (512, 2, 4, 1, 84, 84)
     expected = np.stack(expected)
-    rows, envs = np.asarray(sample.indices) // 2, np.asarray(sample.indices) % 2
+    rows = np.asarray(sample.indices) // 2
+    envs = np.asarray(sample.indices) % 2
     for i in (0, 1):
         native = expected[rows + 3 + i, envs]
         np.testing.assert_array_equal(stacks[:, i, :, 0], native)
-    assert not window.is_step[:, 3:].all()  # some reach over the end of an episode
+    assert not window.valid[:, 3:].all()  # some reach over the end of an episode
 
 
 def test_the_network_sees_the_channels_that_atari_stacks():
@@ -98,29 +107,30 @@ def test_the_network_sees_the_channels_that_atari_stacks():
 
 @pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax, ppo_jax])
 def test_functional_environments_stack_in_the_compiled_program(script):
-    run = script.Run(env_id="phys2d/CartPole-v1", log_interval=128)
-    args = script.Args(num_envs=4, frame_stack=3)
-    alg, loop = script.set_up(args, run)
-    first = jax.tree.map(lambda x: x[0], loop.start())
-    schedule = {name: x[0] for name, x in alg.schedule(np.zeros(1)).items()}
-    noise = alg.draw_noise(KEY, schedule)
+    run = script.Run(env_id="phys2d/CartPole-v1")
+    alg, is_functional = script.set_up(script.Args(num_envs=4, frame_stack=3), run)
+    assert is_functional
+    envs = compiled.Program(alg, run, script).envs
+    params = alg.acting_params(jax.jit(alg.init)(KEY))
+    noise = alg.draw_noise(KEY, 0)
     noise = jnp.concatenate([noise] * (60 // len(noise) + 1))[:60]
-    collect = jax.jit(loop.envs.collect)
-    _, rollout = collect(first.envs, alg.policy(first.agent), noise, KEY)
-    frames, is_step = np.asarray(rollout.observation[:, :, -1]), np.asarray(rollout.is_step)
-    assert not is_step.all()
-    expected = np.zeros((4, 3, 4), np.float32)
+    _, rollout = jax.jit(envs.collect)(envs.reset(KEY, 4), params, noise, KEY)
+    frames = np.asarray(rollout.observation[:, :, -1])
+    valid = np.asarray(rollout.valid)
+    assert not valid.all()
+    stack = np.zeros((4, 3, 4), np.float32)
     for t in range(60):
-        kept = expected[:, 1:] * (is_step[t - 1] if t else is_step[0] & False)[:, None, None]
-        expected = np.concatenate([kept, frames[t][:, None]], axis=1)
-        np.testing.assert_array_equal(rollout.observation[t], expected)
+        older = stack[:, 1:] * valid[t - 1][:, None, None] if t > 0 else stack[:, 1:]
+        stack = np.concatenate([older, frames[t][:, None]], axis=1)
+        np.testing.assert_array_equal(rollout.observation[t], stack)
 
 
 @pytest.mark.parametrize(("stack", "gigabytes"), [(1, 28.2), (4, 7.1)])
 def test_what_a_million_steps_of_atari_take(stack, gigabytes):
     shape = (4, 84, 84) if stack == 1 else (4, 1, 84, 84)
-    args = dqn_jax.Args(num_envs=8, frame_stack=stack, buffer_size=10**6)
-    alg = dqn_jax.Algorithm(args, np.zeros(shape, np.uint8), gym.spaces.Discrete(4))
+    args = dqn_jax.Args(num_envs=8, frame_stack=stack, buffer_size=10**6, total_timesteps=10**7)
+    observations = gym.spaces.Box(0, 255, shape, np.uint8)
+    alg = dqn_jax.Algorithm(args, observations, gym.spaces.Discrete(4))
     replay = jax.eval_shape(alg.init, KEY).replay
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(replay))
     assert size / 1e9 == pytest.approx(gigabytes, abs=0.05)

@@ -8,13 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-import environments  # noqa: F401  registers the environments
+import environments
+import gymnasium as gym
 import jax
 import numpy as np
 import pytest
 from conftest import slow
 from events import ROOT, read_events
 
+import checkpoints
+import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
@@ -25,11 +28,28 @@ COMPILED = [
     (per_dqn_jax, DQN_FLAGS),
     (ppo_jax, dict(num_steps=16, num_minibatches=1, update_epochs=1)),
 ]
+# Flags with which a run takes a second or two.
+SMALL = "--learning-starts 50 --batch-size 8 --buffer-size 100 --log-interval 20".split()  # noqa: SIM905
 
 
 def assert_equal_trees(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def checkpoint_steps(folder):
+    """Steps of the whole checkpoints of a run; a half written one has a longer name."""
+    names = [path.name for path in Path(folder, "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def run_folder(parent):
+    """The folder of the only run below this one."""
+    (folder,) = Path(parent, "runs").iterdir()
+    return folder
+
+
+# --- a run that goes on
 
 
 @pytest.mark.parametrize(("module", "flags"), COMPILED, ids=["dqn", "per_dqn", "ppo"])
@@ -39,20 +59,29 @@ def test_a_compiled_run_goes_on_bit_for_bit(module, flags, tmp_path, monkeypatch
     # The schedules depend on total_timesteps, so both halves have that of the whole.
     args = module.Args(total_timesteps=640, num_envs=4, **flags)
     whole, _, folder = module.train(args, module.Run(exp_name="whole", **run))
+    signals = []
     points = []
+    write_point = compiled.write_point
 
-    def stop():
-        points.append(0)
-        return len(points) >= 4
+    def stop_at_the_fourth(*what):
+        points.append(what)
+        if len(points) == 4:
+            signals.append(signal.SIGTERM)
+        write_point(*what)
 
-    _, _, half = module.train(args, module.Run(exp_name="half", **run), stop)
-    (step,) = [int(path.name) for path in (half / "checkpoints").iterdir()]
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled, "write_point", stop_at_the_fourth)
+        _, _, half = module.train(args, module.Run(exp_name="half", **run), signals)
+    (step,) = checkpoint_steps(half)
+    assert step == points[-1][3]  # the log interval that the signal came in
     assert 0 < step < 640
-    resumed, _, same = module.train(args, module.Run(exp_name="half", resume=str(half), **run))
+    run = module.Run(exp_name="half", resume=str(half), **run)
+    resumed, _, same = module.train(args, run)
     assert same == half
     assert_equal_trees(whole, resumed)
     for name in (".", "seed_2"):
-        expected, got = read_events(folder / name)[0], read_events(half / name)[0]
+        expected, _ = read_events(folder / name)
+        got, _ = read_events(half / name)
         assert expected.keys() == got.keys()
         for tag in expected.keys() - {"charts/SPS"}:
             assert got[tag] == expected[tag], tag
@@ -67,18 +96,36 @@ def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path, monkeypa
     # As if it had been killed at step 180: the newest checkpoint is that of step 100.
     (folder / "checkpoints" / "200").rename(tmp_path / "lost")
     longer = dqn_jax.Args(total_timesteps=300, **flags)
-    training, _, same = dqn_jax.train(longer, dqn_jax.Run(resume=str(folder), **run))
+    state, _, same = dqn_jax.train(longer, dqn_jax.Run(resume=str(folder), **run))
     assert same == folder
     scalars, _ = read_events(folder)
-    assert [step for step, _ in scalars["charts/epsilon"]] == list(range(20, 301, 20))
+    for tag in ("charts/epsilon", "charts/SPS", "charts/episodic_return"):
+        assert [step for step, _ in scalars[tag]] == list(range(20, 301, 20)), tag
     epsilon = [value for step, value in scalars["charts/epsilon"] if step > 100]
-    expected = np.interp(np.arange(110, 300, 20), [0, 150], [1.0, 0.05])
+    # That of the iteration before the last one, which began 20 steps before the point.
+    expected = np.interp(np.arange(100, 300, 20), [0, 150], [1.0, 0.05])
     np.testing.assert_allclose(epsilon, expected, rtol=1e-6)
     # A gradient step in each iteration of 10 steps that starts at 50 or later.
-    assert int(training.agent.updates) == 25
-    assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [200, 300]
+    assert int(state.updates) == 25
+    assert checkpoint_steps(folder) == [200, 300]
     saved = json.loads((folder / "args.json").read_text())
     assert saved["args"]["total_timesteps"] == 300
+
+
+def test_what_is_saved_is_what_train_returns(tmp_path, monkeypatch):
+    """A thread is learning while the next rollout is collected: it is waited for."""
+    monkeypatch.chdir(tmp_path)
+    flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=400)
+    args = dqn_jax.Args(total_timesteps=200, **flags)
+    run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=0)
+    state, _, folder = dqn_jax.train(args, run)
+    like = jax.tree.map(np.zeros_like, state)
+    step, saved, recent = checkpoints.Checkpoints(folder).newest(like)
+    assert step == 200
+    assert_equal_trees(saved, state)
+    assert int(saved.replay.size) == 100  # rows of two environments
+    # Two environments end episodes of 2, 3, 4 and 5 steps, and as many rewards of 1, 2, ...
+    assert recent[:8] == [3.0, 3.0, 6.0, 6.0, 10.0, 10.0, 15.0, 15.0]
 
 
 @pytest.mark.parametrize("ends", ["in no row", "in the last row", "in the row before"])
@@ -88,32 +135,32 @@ def test_no_window_goes_on_past_the_cut(ends):
     The row before that one cuts its episode off, if it went on.
     """
     args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, n_step=3)
-    run = dqn_jax.Run(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
-    alg, loop = dqn_jax.set_up(args, run)
-    training = loop.start()
+    space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    alg = dqn_jax.Algorithm(args, space, gym.spaces.Discrete(3))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     steps = jax.tree.map(lambda x: np.zeros((10, 1, *x.shape), x.dtype), alg.example)
     steps = steps._replace(
-        is_step=np.ones((10, 1), bool),
+        valid=np.ones((10, 1), bool),
         observation=np.arange(30, dtype=np.float32).reshape(10, 1, 3),
     )
     if ends == "in the last row":
         steps.terminated[9] = True
     if ends == "in the row before":
         steps.terminated[8] = True
-        steps.is_step[9] = False
-    state = training.agent._replace(replay=alg.replay.add_batch(training.agent.replay, steps))
-    restarted = alg.restart(state)
-    storage = jax.tree.map(lambda x: np.asarray(x)[:12, 0], restarted.replay.storage)
-    np.testing.assert_array_equal(storage.is_step, [True] * 9 + [False] * 3)
+        steps.valid[9] = False
+    state = state._replace(replay=alg.replay.add_batch(state.replay, steps))
+    cut = alg.cut_episodes_off(state)
+    storage = jax.tree.map(lambda x: np.asarray(x)[:12, 0], cut.replay.storage)
+    np.testing.assert_array_equal(storage.valid, [True] * 9 + [False] * 3)
     is_cut = ends != "in the row before"
     np.testing.assert_array_equal(storage.truncated, [False] * 8 + [is_cut] + [False] * 3)
     np.testing.assert_array_equal(storage.terminated[:9], steps.terminated[:9, 0])
     np.testing.assert_array_equal(storage.observation[:10], steps.observation[:, 0])
     # All windows that start before the last row count, and none goes past the cut.
     anew = steps._replace(observation=steps.observation + 1_000)
-    replay = alg.replay.add_batch(restarted.replay, anew)
-    batch = alg.fold(alg.replay.get(replay, np.arange(10)))
-    np.testing.assert_array_equal(batch.is_valid, [True] * 9 + [False])
+    replay = alg.replay.add_batch(cut.replay, anew)
+    batch = alg.to_transitions(alg.replay.get(replay, np.arange(10)))
+    np.testing.assert_array_equal(batch.valid, [True] * 9 + [False])
     assert batch.next_observation[:9].max() < 1_000
     last = [steps.observation[min(row + 3, 9), 0] for row in range(9)]
     np.testing.assert_array_equal(batch.next_observation[:9], last)
@@ -124,35 +171,95 @@ def test_no_window_goes_on_past_the_cut(ends):
     np.testing.assert_allclose(batch.discount[:9], discount, rtol=1e-6)
 
 
-SMALL = "--learning-starts 50 --batch-size 8 --buffer-size 100 --log-interval 20".split()  # noqa: SIM905
+def test_returns_of_episodes_that_a_resume_cut_off_are_in_no_statistic():
+    """PPO divides rewards by the deviation of discounted returns, which start anew."""
+    args = ppo_jax.Args(num_envs=3, normalize_rewards="yes")
+    space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    alg = ppo_jax.Algorithm(args, space, gym.spaces.Discrete(2))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    state = state._replace(discounted=np.float32([1, 2, 3]))
+    cut = alg.cut_episodes_off(state)
+    np.testing.assert_array_equal(cut.discounted, [0, 0, 0])
+    assert_equal_trees(cut._replace(discounted=0), state._replace(discounted=0))
 
 
-def test_a_complete_run_is_evaluated_and_flags_are_those_of_the_folder(run_main):
-    code, out, _ = run_main(dqn_jax, "--total-timesteps", "100", "--gamma", "0.5", *SMALL)
-    folder = out.split()[-8].rstrip(":")
-    assert code == 0
-    assert "mean return of the last episodes" in out
-    before = read_events(folder)[0]
+def last_line(out):
+    return out.strip().splitlines()[-1]
+
+
+def test_a_complete_run_is_evaluated_once_more_and_reports_the_same(run_main):
+    pytest.importorskip("moviepy")
+    pytest.importorskip("pygame")
+    code, out, err = run_main(dqn_jax, "--total-timesteps", "100", *SMALL)
+    assert code == 0, err
+    reported = last_line(out)
+    folder = reported.split(":")[0]
+    assert "mean return of the last episodes" in reported
+    before, _ = read_events(folder)
     flags = json.loads(Path(folder, "args.json").read_text())
-    code, out, err = run_main(dqn_jax, "--resume", folder, "--eval-episodes", "3")
+    evaluation = ["--eval-episodes", "3", "--capture-video"]
+    code, out, err = run_main(dqn_jax, "--resume", folder, *evaluation)
     assert code == 0, err
     assert "100 steps: return" in out
+    assert last_line(out) == reported
+    after, _ = read_events(folder)
+    assert after.keys() == before.keys()
+    for tag in before.keys() - {"eval/episodic_return"}:
+        assert after[tag] == before[tag], tag
+    assert [step for step, _ in before["eval/episodic_return"]] == [100]
+    assert [step for step, _ in after["eval/episodic_return"]] == [100, 100]
+    (video,) = Path(folder, "videos").rglob("*.mp4")
+    assert video.parent.name == "100"
+    assert video.stat().st_size > 0
+    assert checkpoint_steps(folder) == [100]
+    assert json.loads(Path(folder, "args.json").read_text()) == flags
+
+
+def test_a_complete_compiled_run_reports_the_same_returns_of_each_agent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = per_dqn_jax.Args(total_timesteps=320, num_envs=4, **DQN_FLAGS)
+    run = dict(env_id="environments:Chain-v0", num_seeds=2, log_interval=80, eval_episodes=2)
+    state, returns, folder = per_dqn_jax.train(args, per_dqn_jax.Run(**run))
+    run = per_dqn_jax.Run(resume=str(folder), **run)
+    resumed, same_returns, _ = per_dqn_jax.train(args, run)
+    assert np.isfinite(returns).all()
+    assert returns.shape == (2,)
+    np.testing.assert_array_equal(same_returns, returns)
+    assert_equal_trees(resumed, state)
+    for name in (".", "seed_2"):
+        scalars, _ = read_events(folder / name)
+        first, again = scalars["eval/episodic_return"]
+        assert first == again
+
+
+def test_a_resume_takes_the_flags_of_the_folder(run_main):
+    small = ["--total-timesteps", "100", "--gamma", "0.5", *SMALL]
+    code, out, err = run_main(dqn_jax, *small, "--eval-episodes", "0")
+    assert code == 0, err
+    folder = last_line(out).split(":")[0]
+    code, _, err = run_main(dqn_jax, "--resume", folder, "--total-timesteps", "120")
+    assert code == 0, err
     saved = json.loads(Path(folder, "args.json").read_text())
-    assert saved == flags  # those that it was started with
     assert saved["args"]["gamma"] == 0.5
-    assert saved["run"]["eval_episodes"] == 10
+    assert saved["args"]["total_timesteps"] == 120
+    assert saved["run"]["eval_episodes"] == 0
     assert saved["run"]["seed"] == 1
-    after = read_events(folder)[0]
-    assert after["losses/td_loss"] == before["losses/td_loss"]
-    assert [step for step, _ in after["eval/episodic_return"]][-1] == 100
+    assert saved["run"]["resume"] == ""
+    _, table = read_events(folder)
+    assert "|gamma|0.5|" in table
+    assert f"|resume|{folder}|" in table
 
     code, _, err = run_main(dqn_jax, "--resume", folder, "--buffer-size", "200")
     assert code == 2
-    assert err.strip() == "error: resume: only total_timesteps may change"
+    only = "resume: of the algorithm's flags only total_timesteps may change"
+    assert err.strip() == f"error: {only}"
     code, _, err = run_main(dqn_jax, "--resume", folder, "--seed", "7")
     assert code == 2
     assert err.strip() == "error: resume: seed must stay 1"
-    assert json.loads(Path(folder, "args.json").read_text()) == flags
+    assert json.loads(Path(folder, "args.json").read_text()) == saved
+
+
+# --- a run that is stopped
 
 
 def start(folder, *flags):
@@ -169,33 +276,76 @@ def start(folder, *flags):
     return process
 
 
-def test_ctrl_c_keeps_a_checkpoint_of_the_last_interval(tmp_path, monkeypatch):
-    process = start(tmp_path, "--total-timesteps", "20000", "--eval-episodes", "0", *SMALL)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    (folder,) = (tmp_path / "runs").iterdir()
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    last, _ = read_events(folder)[0]["charts/SPS"][-1]
-    assert int(checkpoint.name) == last
-    monkeypatch.chdir(tmp_path)
+def resume_to(folder, total_timesteps):
+    """Trains the run in this folder up to so many steps, in this process."""
     saved = json.loads((folder / "args.json").read_text())
-    args = dqn_jax.Args(**saved["args"] | {"total_timesteps": last + 40})
-    run = dqn_jax.Run(**saved["run"] | {"resume": str(folder)})
+    args = dqn_jax.Args(**saved["args"] | {"total_timesteps": total_timesteps})
+    run = dqn_jax.Run(**saved["run"] | {"resume": str(folder), "eval_episodes": 0})
     dqn_jax.train(args, run)
-    steps = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
-    assert steps == list(range(20, last + 41, 20))
 
 
-def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_a_checkpoint_of_the_last_iteration(number, tmp_path, monkeypatch):
+    process = start(tmp_path, "--total-timesteps", "20000", *SMALL)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "without exploration" not in out  # it is in a hurry
+    folder = run_folder(tmp_path)
+    assert last_line(out).startswith(f"{folder}: mean return of the last episodes")
+    (step,) = checkpoint_steps(folder)
+    assert step < 20_000
+    assert step % 10 == 0  # whole iterations
+    last, _ = read_events(folder)[0]["charts/SPS"][-1]
+    assert step == last
+    monkeypatch.chdir(tmp_path)
+    end = step // 20 * 20 + 40
+    resume_to(folder, end)
+    steps = [x for x, _ in read_events(folder)[0]["charts/SPS"]]
+    assert steps == sorted({*range(20, end + 1, 20), step})
+
+
+def test_a_signal_in_training_from_python_ends_the_iteration(tmp_path, monkeypatch):
+    """The list of signals is looked at after each iteration of 10 steps."""
+    monkeypatch.chdir(tmp_path)
+    signals = []
+    step = environments.Counter.step
+
+    def signal_at_the_55th(self, action):
+        self.steps_made = getattr(self, "steps_made", 0) + 1
+        if self.steps_made == 55 - resets:
+            signals.append(signal.SIGTERM)
+        return step(self, action)
+
+    resets = 12  # of the first 55 steps of Counter-v0, which are none of its `step`
+    monkeypatch.setattr(environments.Counter, "step", signal_at_the_55th)
+    args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
+    run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=2)
+    _, _, folder = dqn_jax.train(args, run, signals)
+    assert checkpoint_steps(folder) == [60]
+    scalars, _ = read_events(folder)
+    assert [x for x, _ in scalars["charts/SPS"]] == [60]
+    assert "eval/episodic_return" not in scalars
+
+
+def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path, monkeypatch):
     process = start(tmp_path, "--total-timesteps", "20000", "--checkpoint-interval", "100", *SMALL)
     time.sleep(0.5)
     process.kill()
     process.communicate()
-    (folder,) = (tmp_path / "runs").iterdir()
+    assert process.returncode == -signal.SIGKILL
+    folder = run_folder(tmp_path)
     last, _ = read_events(folder)[0]["charts/SPS"][-1]
-    newest = max(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
+    newest = checkpoint_steps(folder)[-1]
+    assert newest % 100 == 0
     assert last - newest <= 200  # and one of them may have been half written
+    monkeypatch.chdir(tmp_path)
+    resume_to(folder, newest + 40)
+    steps = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
+    assert steps == list(range(20, newest + 41, 20))
+
+
+# --- a run that fails
 
 
 def test_a_failing_environment_is_named_and_keeps_a_checkpoint(tmp_path):
@@ -211,34 +361,80 @@ def test_a_failing_environment_is_named_and_keeps_a_checkpoint(tmp_path):
     assert done.returncode == 1
     *_, error, last = done.stderr.strip().splitlines()
     assert error == "RuntimeError: broken"
-    assert last.startswith("in environments:Failing-v0 at step ")
-    step = int(last.split()[-1])
-    assert 1000 <= step < 2000  # each of the two environments fails at its 500th step
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == [str(step)]
-    assert max(x for x, _ in read_events(folder)[0]["losses/td_loss"]) == (step - 1) // 20 * 20
+    # Episodes of 2, 3, 4 and 5 steps, each followed by a row that only resets: the 500th `step` of
+    # each of the two is its 643rd row, which is in the iteration from step 1280 on.
+    assert last == "in environments:Failing-v0 at step 1280"
+    folder = run_folder(tmp_path)
+    assert checkpoint_steps(folder) == [1280]
+    assert read_events(folder)[0]["losses/td_loss"][-1][0] == 1280
+
+
+def test_a_failure_in_the_first_rollout_can_be_resumed(tmp_path, monkeypatch):
+    """What caused it may be gone, like a simulator that could not be reached."""
+    monkeypatch.chdir(tmp_path)
+    args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
+    run = dict(env_id="environments:Counter-v0", eval_episodes=0, log_interval=20)
+    with monkeypatch.context() as patched:
+        patched.setattr(environments.Counter, "step", environments.Failing(fail_at=0).step)
+        with pytest.raises(RuntimeError, match="broken") as caught:
+            dqn_jax.train(args, dqn_jax.Run(**run))
+    assert caught.value.__notes__ == ["in environments:Counter-v0 at step 0"]
+    folder = run_folder(tmp_path)
+    assert checkpoint_steps(folder) == [0]
+    state, _, _ = dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **run))
+    assert int(state.updates) == 15
+    assert [x for x, _ in read_events(folder)[0]["charts/SPS"]] == list(range(20, 201, 20))
+
+
+# The disk is full when a point of the charts is written, in the first checkpoint, in a later one,
+# and when the best agent is saved.
+FULL_DISKS = {
+    "in the event file": ("60k", "--checkpoint-interval 0 --log-interval 10"),
+    "in the first checkpoint": ("100k", "--checkpoint-interval 500"),
+    "in the second checkpoint": ("600k", "--checkpoint-interval 500"),
+    "in the third checkpoint": ("800k", "--checkpoint-interval 500"),
+    "in the best agent": ("500k", "--checkpoint-interval 500 --eval-interval 300"),
+    "in the experience": ("300k", "--checkpoint-interval 0 --save-experience"),
+}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of 600 kB is mounted")
-def test_a_full_disk_is_one_line_and_what_was_saved_stays(tmp_path, run_main):
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
+@pytest.mark.parametrize("when", FULL_DISKS)
+def test_a_full_disk_is_an_error_and_what_was_saved_stays(when, tmp_path, monkeypatch):
+    """Of libraries that tell more the lines come before the last one."""
+    size, flags = FULL_DISKS[when]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mount is not allowed here")
     try:
-        os.chdir(tmp_path)
-        flags = ["--total-timesteps", "5000", "--checkpoint-interval", "500", "--eval-episodes"]
-        code, _, err = run_main(dqn_jax, *flags, "0", *SMALL)
-        assert code == 2
-        (line,) = err.strip().splitlines()
+        more = "--total-timesteps 50000 --eval-episodes 1"
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "dqn_jax.py"), *SMALL, *more.split(), *flags.split()],
+            cwd=disk,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2, done.stderr
+        line = last_line(done.stderr)
+        assert line.startswith("error: "), done.stderr
         assert "no space left" in line.lower()
-        (folder,) = (tmp_path / "runs").iterdir()
-        newest = max(int(path.name) for path in (folder / "checkpoints").iterdir())
-        assert read_events(folder)[0]["charts/SPS"][-1][0] >= newest
-        assert f"--resume {folder}" in line
+        folder = run_folder(disk)
+        assert (folder / "args.json").stat().st_size > 0
+        saved = checkpoint_steps(folder) if (folder / "checkpoints").exists() else []
+        if when in ("in the second checkpoint", "in the third checkpoint", "in the best agent"):
+            newest = saved[-1]
+            assert newest in (500, 1000)
+            points = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
+            assert points[-1] >= newest
+            subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+            monkeypatch.chdir(disk)
+            resume_to(folder, newest + 200)
+            points = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
+            assert points == list(range(20, newest + 201, 20))
+            assert checkpoint_steps(folder)[-1] == newest + 200
     finally:
-        os.chdir(ROOT)
-        subprocess.run(["umount", "-l", str(tmp_path)], check=False)
+        monkeypatch.undo()
+        subprocess.run(["umount", "-l", str(disk)], check=False)

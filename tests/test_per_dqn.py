@@ -32,9 +32,11 @@ def _in_empty_folder(tmp_path, monkeypatch):
 def test_loss_by_hand(double_q):
     """Each row counts by its weight; one that only resets counts for nothing."""
     alg = linear(per_dqn_jax, Args(gamma=0.5, double_q=double_q))
-    params, target_params = jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0])
-    batch, weights = alg.fold(windows_by_hand()), jnp.array([0.5, 1.0, 0.25, 1e6])
-    np.testing.assert_array_equal(batch.is_valid, [True, True, True, False])
+    params = jnp.array([1.0, 2.0])
+    target_params = jnp.array([10.0, 4.0])
+    batch = alg.to_transitions(windows_by_hand())
+    weights = jnp.array([0.5, 1.0, 0.25, 1e6])
+    np.testing.assert_array_equal(batch.valid, [True, True, True, False])
     grad_fn = jax.value_and_grad(alg.loss, has_aux=True)
     (loss, (metrics, td_error)), grad = grad_fn(params, target_params, batch, weights)
     bootstrap = 4.0 if double_q else 10.0  # action 1 is best online, action 0 in the target
@@ -52,7 +54,8 @@ def test_weights_and_priorities_of_a_gradient_step_by_hand(double_q, monkeypatch
     """One that only resets has no weight, and gets priority 0."""
     args = Args(gamma=0.5, double_q=double_q, priority_epsilon=0.125, batch_size=4)
     alg = linear(per_dqn_jax, args)
-    seen, priorities = [], []
+    seen = []
+    priorities = []
 
     def importance_weights(probabilities, size, beta):
         seen.append((probabilities, size, beta))
@@ -69,17 +72,18 @@ def test_weights_and_priorities_of_a_gradient_step_by_hand(double_q, monkeypatch
         return alg_set_priorities(state, indices, values)
 
     monkeypatch.setattr(per_dqn_jax.buffers, "importance_weights", importance_weights)
-    alg_sample, alg_set_priorities = alg.replay.sample, alg.replay.set_priorities
+    alg_sample = alg.replay.sample
+    alg_set_priorities = alg.replay.set_priorities
     alg.replay = alg.replay._replace(sample=sample, set_priorities=set_priorities)
     state = state_of(alg, [1.0, 2.0], [10.0, 4.0])
     rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(1, bool))
     steps = Step(*rollout)._replace(next_observation=None)
     state = state._replace(replay=alg.replay.add_batch(state.replay, steps))
-    new, metrics = alg.gradient_step(state, {"beta": 0.7}, jax.random.PRNGKey(0))
+    new, metrics = alg.gradient_step(state, jax.random.PRNGKey(0), 250_000)  # half of training
     ((probabilities, size, beta),) = seen
     np.testing.assert_array_equal(probabilities, [0.125, 0.25, 0.5, 0])
     assert size == alg.replay.size(new.replay) == 10
-    assert beta == 0.7
+    assert beta == pytest.approx(0.7)
     bootstrap = 4.0 if double_q else 10.0
     errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
     np.testing.assert_array_equal(priorities[0], [*(np.abs(errors) + 0.125), 0])
@@ -90,13 +94,12 @@ def test_weights_and_priorities_of_a_gradient_step_by_hand(double_q, monkeypatch
     np.testing.assert_allclose(new.params, np.array([1.0, 2.0]) - 0.1 * np.array(gradient))
 
 
-def test_schedule_of_beta():
-    """From its start to exactly 1 at the end of training, where the bias matters."""
+def test_beta_ends_at_exactly_1():
+    """Where the bias matters."""
     alg = linear(per_dqn_jax, Args(total_timesteps=3_000, learning_starts=500))
-    beta = alg.schedule(np.array([0, 1_500, 2_990, 3_000, 4_000]))["beta"]
+    beta = [alg.beta(step) for step in (0, 1_500, 2_990, 3_000, 4_000)]
     np.testing.assert_allclose(beta, [0.4, 0.7, 0.998, 1, 1], rtol=1e-6)
-    assert (beta[3:] == 1).all()
-    assert set(alg.schedule(np.array([0]))) == {"epsilon", "gradient_steps", "beta"}
+    assert beta[3] == beta[4] == 1
 
 
 def test_train_step_against_a_plain_loop():
@@ -105,35 +108,41 @@ def test_train_step_against_a_plain_loop():
     The buffer of 10 steps of 3 environments is overwritten; a step that only resets is garbage.
     """
     flags = dict(priority_exponent=0.6, priority_epsilon=0.01, double_q=False, n_step=2, gamma=0.9)
-    args = Args(**flags, num_envs=3, train_frequency=4, batch_size=8, buffer_size=30)
-    alg, rng, plain = linear(per_dqn_jax, args), np.random.default_rng(0), PlainReplay()
-    params, target_params = np.array([0.5, -0.5]), np.array([1.5, 0.5])
+    sizes = dict(num_envs=3, train_frequency=4, batch_size=8, buffer_size=30, learning_starts=12)
+    alg = linear(per_dqn_jax, Args(**flags, **sizes, total_timesteps=48))
+    rng = np.random.default_rng(0)
+    plain = PlainReplay()
+    params = np.array([0.5, -0.5])
+    target_params = np.array([1.5, 0.5])
     state = state_of(alg, params.astype(np.float32), target_params.astype(np.float32))
-    step, resetting, resets = jax.jit(alg.train_step), np.zeros(3, bool), 0
+    train_step = jax.jit(alg.train_step)
+    key = jax.random.PRNGKey(3)
+    resetting = np.zeros(3, bool)
+    resets = 0
     shares = {}  # of each window, its priority ** 0.6; the index is row * 3 + environment
     largest = 0.0
-    beta = np.float32(0.7)
-    for i in range(4):
+    betas = {0: 0.4, 12: 0.55, 24: 0.7, 36: 0.85}
+    for step, beta in betas.items():
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
         rollout = Step(*rollout)
-        schedule = {"gradient_steps": 3 if i else 0, "beta": beta}
-        key = jax.random.fold_in(jax.random.PRNGKey(3), i)
         stored = rollout._replace(next_observation=None)
         replay = alg.replay.add_batch(jax.tree.map(jnp.copy, state.replay), stored)
-        state, metrics = step(state, rollout, schedule, key)
+        state, _, metrics = train_step(state, rollout, key, step)
         plain.add(rollout)
         rows = len(plain.rows)
         held = range(3 * max(rows - 10, 0), 3 * (rows - 2))  # windows of 3 rows, complete
         shares = {index: shares.get(index, (largest or 1.0) ** 0.6) for index in held}
-        for j in range(3 if i else 0):
-            drawn = alg.replay.sample(replay, jax.random.split(key, 3)[j], 8)
-            indices, total = drawn.indices.tolist(), sum(shares.values())
+        keys = jax.random.split(jax.random.fold_in(key, step), 3)
+        for own_key in keys if step > 0 else []:
+            drawn = alg.replay.sample(replay, own_key, 8)
+            indices = drawn.indices.tolist()
+            total = sum(shares.values())
             p = np.array([shares[index] / total for index in indices])
             np.testing.assert_allclose(drawn.probabilities, p, rtol=1e-4)
             batch = plain.batch(indices, 3, 2, 0.9)
             observation, action, reward, discount, following, valid = batch
             assert valid.any()
-            weights = (len(shares) * p[valid]) ** -0.7
+            weights = (len(shares) * p[valid]) ** -beta
             weights /= weights.max()
             value = (observation * params)[np.arange(valid.sum()), action]
             error = reward + discount * (following * target_params).max(-1) - value
@@ -143,7 +152,8 @@ def test_train_step_against_a_plain_loop():
             priorities = np.zeros(8)
             priorities[valid] = np.abs(error) + 0.01
             shares |= dict(zip(indices, priorities**0.6, strict=True))
-            largest, resets = max(largest, priorities.max()), resets + (~valid).sum()
+            largest = max(largest, priorities.max())
+            resets += (~valid).sum()
             replay = alg.replay.set_priorities(replay, drawn.indices, priorities.astype(np.float32))
         np.testing.assert_allclose(state.params, params, rtol=1e-4)
         tree = np.asarray(state.replay.tree)[:30]
@@ -151,27 +161,31 @@ def test_train_step_against_a_plain_loop():
         wanted[[index % 30 for index in shares]] = list(shares.values())
         np.testing.assert_allclose(tree, wanted, rtol=1e-4)
         np.testing.assert_array_equal(tree == 0, wanted == 0)  # exactly
-        if i:  # of the last gradient step
-            loss, low = np.mean(weights * error**2), weights.min()
-            assert metrics["losses/td_loss"] == pytest.approx(loss, rel=1e-4)
-            assert metrics["losses/q_values"] == pytest.approx(value.mean(), rel=1e-4)
-            assert metrics["losses/importance_weight_min"] == pytest.approx(low, rel=1e-4)
-            assert metrics["losses/priority_max"] == pytest.approx(largest, rel=1e-4)
-        else:
-            assert all(np.isnan(x) for x in metrics.values())
+        assert metrics.pop("charts/beta") == pytest.approx(beta)
+        assert metrics.pop("charts/gradient_steps") == (3 if step > 0 else 0)
+        assert metrics.pop("charts/epsilon") == pytest.approx(max(1 - 0.95 * step / 24, 0.05))
+        of_last_step = dict.fromkeys(metrics, np.nan)
+        if step > 0:
+            of_last_step = {
+                "losses/td_loss": np.mean(weights * error**2),
+                "losses/q_values": value.mean(),
+                "losses/importance_weight_min": weights.min(),
+                "losses/priority_max": largest,
+            }
+        assert metrics == pytest.approx(of_last_step, rel=1e-4, nan_ok=True)
     assert resets > 1
     np.testing.assert_array_equal(state.target_params, target_params.astype(np.float32))
 
 
 def test_a_batch_of_steps_that_only_reset_changes_nothing():
     """But their priorities, which are 0 from then on."""
-    args = Args(num_envs=2, train_frequency=8, batch_size=32, buffer_size=20)
+    flags = dict(learning_starts=32, total_timesteps=100)
+    args = Args(num_envs=2, train_frequency=8, batch_size=32, buffer_size=20, **flags)
     alg = linear(per_dqn_jax, args)
     rollout, _ = random_rollout(np.random.default_rng(0), 4, np.zeros(2, bool))
-    rollout = Step(*rollout)._replace(is_step=np.zeros((4, 2), bool))
+    rollout = Step(*rollout)._replace(valid=np.zeros((4, 2), bool))
     state = state_of(alg, np.array([1.0, 2.0], np.float32), np.array([3.0, 4.0], np.float32))
-    schedule = {"gradient_steps": 1, "beta": 0.5}
-    new, metrics = jax.jit(alg.train_step)(state, rollout, schedule, jax.random.PRNGKey(0))
+    new, _, metrics = jax.jit(alg.train_step)(state, rollout, jax.random.PRNGKey(0), 32)
     np.testing.assert_array_equal(new.params, [1, 2])
     assert metrics["losses/td_loss"] == metrics["losses/q_values"] == 0
     np.testing.assert_array_equal(new.replay.tree, 0)
@@ -195,11 +209,15 @@ def test_probe_values(env_id, observations, values):
 @pytest.mark.slow
 def test_same_seed_same_run():
     """The same parameters, the same replay, the same priorities."""
-    args, run = Args(**vars(PROBE)), Run(env_id="Probe-both-v0", eval_episodes=0)
-    (first, _, folder), (second, *_) = train(args, run), train(args, run)
+    args = Args(**vars(PROBE))
+    run = Run(env_id="Probe-both-v0", eval_episodes=0)
+    first, _, folder = train(args, run)
+    second, _, _ = train(args, run)
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    other, *_ = train(args, replace(run, seed=2))
-    assert (other.agent.params != first.agent.params).any()
+    other, _, _ = train(args, replace(run, seed=2))
+    kernels = [state.params["params"]["Dense_0"]["kernel"] for state in (first, other)]
+    assert (kernels[0] != kernels[1]).any()
     scalars, _ = read_events(folder)
-    betas = 0.4 + 0.6 * (np.arange(1_000, 4_001, 1_000) - 8) / 4_000  # of the last iteration
+    # Of the iteration before the last one: it began 16 steps before.
+    betas = 0.4 + 0.6 * (np.arange(1_000, 4_001, 1_000) - 16) / 4_000
     np.testing.assert_allclose([beta for _, beta in scalars["charts/beta"]], betas, rtol=1e-6)

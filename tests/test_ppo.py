@@ -17,10 +17,12 @@ import scipy.special
 import scipy.stats
 from conftest import slow
 from events import read_events
+from jax.flatten_util import ravel_pytree
+from optax.tree_utils import tree_get
 
 import buffers
 import ppo_jax
-from ppo_jax import LOSSES, PPO, Args, Batch, Moments, Run, Step, UsageError, train
+from ppo_jax import PPO, Args, Batch, Moments, Run, Step, UsageError, train
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ class BoxProbe(gym.Env):
     observation_space = gym.spaces.Box(-10.0, 10.0, (1,), np.float32)
 
     def __init__(self, kind: str, bound: float = 2.0) -> None:
-        self.kind, self.bound = kind, bound
+        self.kind = kind
         self.action_space = gym.spaces.Box(-bound, bound, (1,), np.float32)
 
     def _observe(self) -> np.ndarray:
@@ -76,7 +78,8 @@ class Probes(gym.Env):
     """
 
     def __init__(self, kinds: list[gym.Env]) -> None:
-        self.kinds, space = kinds, kinds[0].action_space
+        self.kinds = kinds
+        space = kinds[0].action_space
         self.observation_space = gym.spaces.Box(-10.0, 10.0, (len(kinds) + 1,), np.float32)
         self.start = int(isinstance(space, gym.spaces.Discrete))
         self.action_space = gym.spaces.Discrete(2, start=1) if self.start else space
@@ -106,7 +109,7 @@ gym.register("BoxProbes-v0", lambda: Probes([BoxProbe(kind) for kind in BOX_KIND
 gym.register("BoxProbe-narrow-v0", BoxProbe, kwargs={"kind": "match", "bound": 0.1})
 gym.register("ManyActions-v0", ManyActions)
 
-OBSERVATION = np.zeros(3, np.float32)
+OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE = gym.spaces.Discrete(2)
 BOX = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 # XLA compiles in half of the time.
@@ -116,21 +119,28 @@ jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def random_rollout(rng, steps, n, space=DISCRETE, resetting=None):
     """What `collect_rollout` returns, with observations [3]."""
     terminated, truncated = rng.random((2, steps, n)) < 0.15
-    is_step = np.ones((steps, n), bool)
+    valid = np.ones((steps, n), bool)
     resetting = rng.random(n) < 0.3 if resetting is None else resetting
     for t in range(steps):
-        is_step[t] = ~resetting
-        terminated[t] &= is_step[t]
-        truncated[t] &= is_step[t]
+        valid[t] = ~resetting
+        terminated[t] &= valid[t]
+        truncated[t] &= valid[t]
         resetting = terminated[t] | truncated[t]
     observation = rng.normal(size=(steps + 1, n, 3)).astype(np.float32)
     if space is DISCRETE:
         action = rng.integers(2, size=(steps, n), dtype=np.int32)
     else:
         action = rng.normal(size=(steps, n, 2)).astype(np.float32)
-    reward = (rng.normal(size=(steps, n)) * is_step).astype(np.float32)
-    flags = terminated, truncated, is_step
-    return Step(observation[:-1], action, reward, *flags, observation[-1])
+    reward = (rng.normal(size=(steps, n)) * valid).astype(np.float32)
+    return Step(
+        observation=observation[:-1],
+        action=action,
+        reward=reward,
+        terminated=terminated,
+        truncated=truncated,
+        valid=valid,
+        next_observation=observation[-1],
+    )
 
 
 def assert_equal(actual, expected):
@@ -139,23 +149,30 @@ def assert_equal(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+def vector(params):
+    """All parameters in a row."""
+    return np.asarray(ravel_pytree(params)[0])
+
+
 # ----------------------------------------------------------------------------------- the functions
 
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.9, 1.0])
-def test_gae_against_a_plain_loop(gae_lambda):
+def test_gae_is_what_a_plain_loop_gives(gae_lambda):
     rng = np.random.default_rng(0)
-    gamma, steps, n = 0.8, 40, 6
+    gamma = 0.8
+    steps = 40
+    n = 6
     rollout = random_rollout(rng, steps, n)
     value, next_value = rng.normal(size=(2, steps, n)).astype(np.float32)
     got = jit(ppo_jax.gae)(rollout, value, next_value, gamma, gae_lambda)
     assert rollout.terminated.sum() > 10
     assert rollout.truncated.sum() > 10
     wanted = np.zeros((steps, n))
-    for t, i in zip(*np.nonzero(rollout.is_step), strict=True):
+    for t, i in zip(*np.nonzero(rollout.valid), strict=True):
         weight = 1.0
         for k in range(t, steps):
-            assert rollout.is_step[k, i]  # an episode goes on until it ends
+            assert rollout.valid[k, i]  # an episode goes on until it ends
             bootstrap = 0.0 if rollout.terminated[k, i] else next_value[k, i]
             delta = rollout.reward[k, i] + gamma * bootstrap - value[k, i]
             wanted[t, i] += weight * delta
@@ -166,30 +183,38 @@ def test_gae_against_a_plain_loop(gae_lambda):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_discounted_sum_against_a_plain_loop(reverse):
+def test_discounted_sum_is_what_a_plain_loop_gives(reverse):
     rng = np.random.default_rng(0)
     x, discount = rng.normal(size=(2, 19, 3)).astype(np.float32)
     first = rng.normal(size=3).astype(np.float32)
-    y, wanted = first, np.zeros((19, 3))
+    y = first
+    wanted = np.zeros((19, 3))
     for t in reversed(range(19)) if reverse else range(19):
-        wanted[t] = y = x[t] + discount[t] * y
+        y = x[t] + discount[t] * y
+        wanted[t] = y
     got = ppo_jax.discounted_sum(x, discount, first, reverse=reverse)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(50,), (50, 3)])
-def test_masked_mean_and_variance_against_numpy(shape):
+def test_masked_mean_and_variance_are_those_of_the_rows_that_numpy_takes(shape):
     rng = np.random.default_rng(0)
-    x, mask = rng.normal(size=shape).astype(np.float32), rng.random(50) < 0.5
+    x = rng.normal(size=shape).astype(np.float32)
+    mask = rng.random(50) < 0.5
     x[~mask] = np.nan
     np.testing.assert_allclose(ppo_jax.masked_mean(x, mask), x[mask].mean(0), rtol=1e-5)
     np.testing.assert_allclose(ppo_jax.masked_variance(x, mask), x[mask].var(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(50,), (50, 3)])
+def test_masked_mean_and_variance_of_no_row_are_0(shape):
+    x = np.full(shape, np.nan, np.float32)
     none = np.zeros(50, bool)
     np.testing.assert_array_equal(ppo_jax.masked_mean(x, none), np.zeros(shape[1:]))
     np.testing.assert_array_equal(ppo_jax.masked_variance(x, none), np.zeros(shape[1:]))
 
 
-def test_log_probability_and_entropy_of_logits_against_scipy():
+def test_log_probability_and_entropy_of_logits_are_those_of_scipy():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(20, 5)).astype(np.float32) * 3
     action = rng.integers(5, size=20, dtype=np.int32)
@@ -201,7 +226,7 @@ def test_log_probability_and_entropy_of_logits_against_scipy():
         assert entropy[i] == pytest.approx(scipy.stats.entropy(p), rel=1e-4, abs=1e-5)
 
 
-def test_log_probability_and_entropy_of_gaussians_against_scipy():
+def test_log_probability_and_entropy_of_gaussians_are_those_of_scipy():
     rng = np.random.default_rng(0)
     mean, log_std, action = rng.normal(size=(3, 20, 4)).astype(np.float32)
     output = jnp.concatenate([mean, log_std], axis=-1)
@@ -211,9 +236,12 @@ def test_log_probability_and_entropy_of_gaussians_against_scipy():
     np.testing.assert_allclose(entropy, normal.entropy().sum(-1), rtol=1e-4)
 
 
-def test_moments_against_numpy():
+NO_MOMENTS = Moments(jnp.zeros(3), jnp.ones(3), jnp.float32(0))
+
+
+def test_moments_are_those_of_all_rows_that_were_taken_in():
     rng = np.random.default_rng(0)
-    moments = Moments(jnp.zeros(3), jnp.ones(3), jnp.float32(0))
+    moments = NO_MOMENTS
     seen = np.empty((0, 3))
     for rows in (1, 7, 30, 20):
         x = (rng.normal(size=(30, 3)) * [1, 10, 0.1] + [5, -3, 100]).astype(np.float32)
@@ -224,13 +252,18 @@ def test_moments_against_numpy():
         assert moments.rows == len(seen)
         np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-4)
         np.testing.assert_allclose(moments.variance, seen.var(0), rtol=1e-3)
-    kept = ppo_jax.update_moments(moments, x, np.zeros(30, bool))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), kept, moments)
-    unseen = Moments(jnp.zeros(3), jnp.ones(3), jnp.float32(0))
-    assert_equal(ppo_jax.update_moments(unseen, x, np.zeros(30, bool)), unseen)
 
 
-def test_normalize_by_hand():
+@pytest.mark.parametrize("rows", [0, 9])
+def test_moments_stay_the_same_without_a_row(rows):
+    moments = NO_MOMENTS
+    if rows > 0:
+        moments = Moments(jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 9.0, 0.5]), jnp.float32(rows))
+    x = np.full((30, 3), np.nan, np.float32)
+    assert_equal(ppo_jax.update_moments(moments, x, np.zeros(30, bool)), moments)
+
+
+def test_observations_are_normalised_to_deviations_from_the_mean_and_at_most_10():
     moments = Moments(jnp.array([1.0, -2.0]), jnp.array([4.0, 0.25]), jnp.float32(9))
     x = np.array([[3.0, -2.0], [1.0, 0.0], [99.0, -99.0]], np.float32)
     wanted = [[1.0, 0.0], [0.0, 4.0], [10.0, -10.0]]
@@ -241,22 +274,26 @@ def test_normalize_by_hand():
 # ----------------------------------------------------------------------------------- the algorithm
 
 
-def make_state(alg, **params):
+def make_state(alg, output, **params):
     """A state in which the last layer of the actor gives `output` for every observation."""
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    tree = jax.tree.map(jnp.zeros_like, alg.unravel(state.params))
-    tree["params"]["Dense_4"]["bias"] = jnp.asarray(params.pop("output"), jnp.float32)
-    tree["params"] |= params
-    return state._replace(params=jax.flatten_util.ravel_pytree(tree)[0])
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    zeros["params"]["Dense_4"]["bias"] = jnp.asarray(output, jnp.float32)
+    return state._replace(params={"params": zeros["params"] | params})
+
+
+def greedy(alg, params):
+    """The actions for five observations without noise."""
+    return alg.act(params, np.zeros((5, 3), np.float32), np.stack([alg.no_noise] * 5))
 
 
 def test_discrete_actions_are_drawn_from_the_policy():
-    args, p = Args(num_envs=200, num_steps=150), np.array([0.1, 0.2, 0.7])
-    alg = PPO(args, OBSERVATION, gym.spaces.Discrete(3))
-    policy = alg.policy(make_state(alg, output=np.log(p)))
-    noise = alg.draw_noise(jax.random.PRNGKey(0), {})
+    p = np.array([0.1, 0.2, 0.7])
+    alg = PPO(Args(num_envs=200, num_steps=150), OBSERVATIONS, gym.spaces.Discrete(3))
+    params = alg.acting_params(make_state(alg, output=np.log(p)))
+    noise = alg.draw_noise(jax.random.PRNGKey(0), 0)
     assert noise.shape == (150, 200, 3)
-    actions = alg.act(policy, np.zeros((30_000, 3), np.float32), noise.reshape(-1, 3))
+    actions = alg.act(params, np.zeros((30_000, 3), np.float32), noise.reshape(-1, 3))
     assert actions.dtype == alg.example.action.dtype
     actions = np.asarray(actions).reshape(150, 200)
     counts = np.bincount(actions.ravel())
@@ -265,144 +302,172 @@ def test_discrete_actions_are_drawn_from_the_policy():
     for pairs in (actions[::2] * 3 + actions[1::2], actions[:, ::2] * 3 + actions[:, 1::2]):
         counts = np.bincount(pairs.ravel())
         assert scipy.stats.chisquare(counts, 15_000 * np.outer(p, p).ravel()).pvalue > 1e-3
-    greedy = alg.act(policy, np.zeros((5, 3), np.float32), np.stack([alg.no_noise] * 5))
-    np.testing.assert_array_equal(greedy, 2)
+    np.testing.assert_array_equal(greedy(alg, params), 2)
 
 
 def test_continuous_actions_are_drawn_from_the_policy():
-    alg = PPO(Args(num_envs=200, num_steps=100), OBSERVATION, BOX)
+    alg = PPO(Args(num_envs=200, num_steps=100), OBSERVATIONS, BOX)
     std = np.array([3.0, 0.5], np.float32)
-    policy = alg.policy(make_state(alg, output=[1.0, -2.0], log_std=jnp.log(std)))
-    noise = alg.draw_noise(jax.random.PRNGKey(0), {})
+    params = alg.acting_params(make_state(alg, output=[1.0, -2.0], log_std=jnp.log(std)))
+    noise = alg.draw_noise(jax.random.PRNGKey(0), 0)
     assert noise.shape == (100, 200, 2)
-    actions = alg.act(policy, np.zeros((20_000, 3), np.float32), noise.reshape(-1, 2))
+    actions = alg.act(params, np.zeros((20_000, 3), np.float32), noise.reshape(-1, 2))
     assert actions.dtype == alg.example.action.dtype
     assert scipy.stats.kstest(actions[:, 0], scipy.stats.norm(1.0, 3.0).cdf).pvalue > 1e-3
     assert scipy.stats.kstest(actions[:, 1], scipy.stats.norm(-2.0, 0.5).cdf).pvalue > 1e-3
     assert abs(np.corrcoef(actions.T)[0, 1]) < 0.03  # 4 standard deviations
-    greedy = alg.act(policy, np.zeros((5, 3), np.float32), np.stack([alg.no_noise] * 5))
-    np.testing.assert_array_equal(greedy, [[1.0, -2.0]] * 5)
+    np.testing.assert_array_equal(greedy(alg, params), [[1.0, -2.0]] * 5)
+
+
+def test_each_iteration_has_noise_of_its_own():
+    alg = PPO(Args(num_envs=100, num_steps=100), OBSERVATIONS, BOX)
+    first = alg.draw_noise(jax.random.PRNGKey(0), 0)
+    np.testing.assert_array_equal(alg.draw_noise(jax.random.PRNGKey(0), 0), first)
+    for key, step in ((0, 10_000), (1, 0)):
+        other = alg.draw_noise(jax.random.PRNGKey(key), step)
+        assert abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 0.03
 
 
 def test_act_sees_normalised_observations():
     rng = np.random.default_rng(0)
-    alg = PPO(Args(), OBSERVATION, BOX)
+    alg = PPO(Args(), OBSERVATIONS, BOX)
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     moments = Moments(jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 9.0, 16.0]), jnp.float32(10))
-    policy = alg.policy(state._replace(observations=moments))
+    params = alg.acting_params(state._replace(observations=moments))
     x = rng.normal(size=(20, 3)).astype(np.float32)
-    raw, noise = x * [2, 3, 4] + [1, 2, 3], np.stack([alg.no_noise] * 20)
+    raw = (x * [2, 3, 4] + [1, 2, 3]).astype(np.float32)
+    noise = np.stack([alg.no_noise] * 20)
     wanted = alg.act((state.params, None), x, noise)
-    np.testing.assert_allclose(alg.act(policy, raw.astype(np.float32), noise), wanted, rtol=1e-4)
+    np.testing.assert_allclose(alg.act(params, raw, noise), wanted, rtol=1e-4)
     assert np.abs(wanted - alg.act((state.params, None), raw, noise)).max() > 1e-3
 
 
-@pytest.mark.parametrize("anneal_lr", [False, True])
-def test_learning_rate(anneal_lr):
-    """Goes linearly to 0 at the end of training, and stays there."""
-    args = Args(total_timesteps=3000, learning_rate=2e-3, anneal_lr=anneal_lr)
-    schedule = PPO(args, OBSERVATION, DISCRETE).schedule(np.array([0, 750, 1500, 3000, 3512]))
-    wanted = [2e-3, 1.5e-3, 1e-3, 0, 0] if anneal_lr else [2e-3] * 5
-    assert set(schedule) == {"learning_rate"}
-    assert schedule["learning_rate"].dtype == np.float32
-    np.testing.assert_array_equal(schedule["learning_rate"], np.float32(wanted))
+@pytest.mark.parametrize(
+    ("space", "dtype", "auto"),
+    [
+        (DISCRETE, np.float32, (False, False)),
+        (BOX, np.float32, (True, True)),
+        (BOX, np.uint8, (False, True)),
+    ],
+)
+def test_what_is_normalised(space, dtype, auto):
+    observations = gym.spaces.Box(0, 255, (3,), dtype)
+
+    def normalised(of_observations, of_rewards):
+        args = Args(normalize_observations=of_observations, normalize_rewards=of_rewards)
+        state = jax.eval_shape(PPO(args, observations, space).init, jax.random.PRNGKey(0))
+        if state.observations is not None:
+            assert state.observations.mean.shape == (3,)
+        return state.observations is not None, state.returns is not None
+
+    assert normalised("auto", "auto") == auto
+    assert normalised("yes", "yes") == (True, True)
+    assert normalised("no", "no") == (False, False)
+    assert normalised("yes", "no") == (True, False)
+
+
+class FixedNetwork:
+    """The same logits and value for every observation."""
+
+    def apply(self, params, observation):
+        rows = len(observation)
+        return jnp.broadcast_to(params["logits"], (rows, 2)), jnp.broadcast_to(params["v"], rows)
+
+
+# Two actions of probability 0.8 and 0.2 now; four rows, and a fifth that is masked.
+FIXED = {"logits": np.log(np.float32([0.8, 0.2])), "v": np.float32(1.0)}
+BATCH = Batch(
+    observation=np.zeros((5, 1), np.float32),
+    action=np.array([0, 0, 1, 1, 0], np.int32),
+    valid=np.array([True, True, True, True, False]),
+    log_prob=np.log(np.float32([0.5, 0.5, 0.25, 0.5, 1e-6])),
+    value=np.array([0.5, 0.9, 1.0, 3.0, 1e6], np.float32),
+    advantage=np.array([1.0, -1.0, 2.0, -2.0, 1e6], np.float32),
+)
+RATIO = np.array([1.6, 1.6, 0.8, 0.4])
+TARGET = np.array([1.5, -0.1, 3.0, 1.0])
+
+
+def losses_of_batch(**flags):
+    alg = PPO(Args(**flags), OBSERVATIONS, DISCRETE)
+    alg.network = FixedNetwork()
+    return alg.loss(FIXED, BATCH)
+
+
+@pytest.mark.parametrize("clip_vloss", [False, True])
+def test_losses_are_those_computed_by_hand(clip_vloss):
+    total, losses = losses_of_batch(
+        clip_coef=0.1, norm_adv=False, ent_coef=0.3, vf_coef=0.7, clip_vloss=clip_vloss
+    )
+    # Positive advantages: at most 1.1; negative: at least 0.9, which makes the loss larger.
+    surrogate = np.array([1.1 * 1, 1.6 * -1, 0.8 * 2, 0.9 * -2]).mean()
+    error = (1.0 - TARGET) ** 2
+    if clip_vloss:
+        error = np.maximum(error, (np.array([0.6, 1.0, 1.0, 2.9]) - TARGET) ** 2)
+    value_loss = error.mean() / 2
+    entropy = -(0.8 * np.log(0.8) + 0.2 * np.log(0.2))
+    wanted = {
+        "losses/policy_loss": -surrogate,
+        "losses/value_loss": value_loss,
+        "losses/entropy": entropy,
+        "losses/old_approx_kl": -np.log(RATIO).mean(),
+        "losses/approx_kl": (RATIO - 1 - np.log(RATIO)).mean(),
+        "losses/clipfrac": 1.0,
+    }
+    assert losses.keys() == wanted.keys()
+    for tag, value in wanted.items():
+        assert losses[tag] == pytest.approx(value, rel=1e-4), tag
+    assert total == pytest.approx(-surrogate - 0.3 * entropy + 0.7 * value_loss, rel=1e-5)
+
+
+def test_clipfrac_is_the_share_of_ratios_that_were_clipped():
+    _, losses = losses_of_batch(clip_coef=0.5)
+    assert losses["losses/clipfrac"] == 0.75  # all but the ratio 0.8
+
+
+def test_advantages_are_normalised_over_valid_rows_and_the_target_of_the_value_is_not():
+    _, losses = losses_of_batch(clip_coef=10.0)
+    a = BATCH.advantage[:4]
+    wanted = -(RATIO * (a - a.mean()) / a.std(ddof=1)).mean()
+    assert losses["losses/policy_loss"] == pytest.approx(wanted, rel=1e-5)
+    assert losses["losses/value_loss"] == pytest.approx(((1.0 - TARGET) ** 2).mean() / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("space", "observation", "auto"),
+    ("gradient", "clipped"),
     [
-        (DISCRETE, OBSERVATION, (False, False)),
-        (BOX, OBSERVATION, (True, True)),
-        (BOX, np.zeros(3, np.uint8), (False, True)),
-    ],
-)
-def test_what_is_normalised(space, observation, auto):
-    for flag, (observations, rewards) in dict(auto=auto, yes=[True] * 2, no=[False] * 2).items():
-        args = Args(normalize_observations=flag, normalize_rewards=flag)
-        state = jax.eval_shape(PPO(args, observation, space).init, jax.random.PRNGKey(0))
-        assert (state.observations is not None) == observations
-        assert (state.returns is not None) == rewards
-        if observations:
-            assert state.observations.mean.shape == observation.shape
-    args = Args(normalize_observations="yes", normalize_rewards="no")
-    state = jax.eval_shape(PPO(args, observation, space).init, jax.random.PRNGKey(0))
-    assert (state.observations is not None, state.returns is not None) == (True, False)
-
-
-def test_losses_by_hand():
-    """Two actions of probability 0.8 and 0.2 now; four rows, and a fifth that is masked."""
-
-    def actor_critic(params, observation):
-        shape = (len(observation), 2)
-        return jnp.broadcast_to(params["logits"], shape), jnp.broadcast_to(params["v"], shape[:1])
-
-    def loss(**flags):
-        alg = PPO(Args(**flags), OBSERVATION, DISCRETE)
-        alg.actor_critic = actor_critic
-        total, means = alg.loss(params, batch)
-        return total, dict(zip(LOSSES, means, strict=True))
-
-    params = {"logits": jnp.log(jnp.array([0.8, 0.2])), "v": jnp.float32(1.0)}
-    batch = Batch(
-        observation=jnp.zeros((5, 1)),
-        action=jnp.array([0, 0, 1, 1, 0]),
-        is_step=jnp.array([True, True, True, True, False]),
-        log_prob=jnp.log(jnp.array([0.5, 0.5, 0.25, 0.5, 1e-6])),
-        value=jnp.array([0.5, 0.9, 1.0, 3.0, 1e6]),
-        advantage=jnp.array([1.0, -1.0, 2.0, -2.0, 1e6]),
-    )
-    ratio = np.array([1.6, 1.6, 0.8, 0.4])
-    # Positive advantages: at most 1.1; negative: at least 0.9, which makes the loss larger.
-    surrogate = np.array([1.1 * 1, 1.6 * -1, 0.8 * 2, 0.9 * -2])
-    target = np.array([1.5, -0.1, 3.0, 1.0])
-    plain = (1.0 - target) ** 2
-    clipped = (np.array([0.6, 1.0, 1.0, 2.9]) - target) ** 2
-    entropy = -(0.8 * np.log(0.8) + 0.2 * np.log(0.2))
-    for clip_vloss, error in ((False, plain), (True, np.maximum(plain, clipped))):
-        flags = dict(clip_coef=0.1, norm_adv=False, ent_coef=0.3, vf_coef=0.7)
-        total, losses = loss(**flags, clip_vloss=clip_vloss)
-        assert losses["policy_loss"] == pytest.approx(-surrogate.mean(), rel=1e-5)
-        assert losses["value_loss"] == pytest.approx(error.mean() / 2, rel=1e-5)
-        assert losses["entropy"] == pytest.approx(entropy, rel=1e-5)
-        assert losses["old_approx_kl"] == pytest.approx(-np.log(ratio).mean(), rel=1e-4)
-        assert losses["approx_kl"] == pytest.approx((ratio - 1 - np.log(ratio)).mean(), rel=1e-4)
-        assert losses["clipfrac"] == 1.0
-        wanted = -surrogate.mean() - 0.3 * entropy + 0.7 * error.mean() / 2
-        assert total == pytest.approx(wanted, rel=1e-5)
-    assert loss(clip_coef=0.5)[1]["clipfrac"] == 0.75  # all but the ratio 0.8
-    # Normalised over the rows that are not masked; the target of the value is as before.
-    _, losses = loss(clip_coef=10.0)
-    a = np.array([1.0, -1.0, 2.0, -2.0])
-    wanted = -(ratio * (a - a.mean()) / a.std(ddof=1)).mean()
-    assert losses["policy_loss"] == pytest.approx(wanted, rel=1e-5)
-    assert losses["value_loss"] == pytest.approx(plain.mean() / 2, rel=1e-5)
-
-
-def test_optimizer_by_hand():
-    """The first step of Adam, with epsilon 1e-5, of gradients that are scaled down to 0.5."""
-    alg = PPO(Args(), OBSERVATION, DISCRETE)
-    for gradient, clipped in (
         ([3.0, -4.0, 0.0], [0.3, -0.4, 0.0]),
         ([1e-5, -3e-5, 0.4], [1e-5, -3e-5, 0.4]),
-    ):
-        start = alg.optimizer.init(jnp.zeros(3))
-        changes, _ = alg.optimizer.update(jnp.array(gradient), start)
-        wanted = np.array(clipped) / (np.abs(clipped) + 1e-5)
-        np.testing.assert_allclose(changes, wanted, rtol=1e-4)
+    ],
+)
+def test_first_step_of_the_optimizer_is_adams_with_a_gradient_no_longer_than_half(
+    gradient, clipped
+):
+    """Of all parameters together, as one vector; epsilon is 1e-5."""
+    optimizer = PPO(Args(), OBSERVATIONS, DISCRETE).optimizer(jnp.float32(1e-3))
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(1)}
+    gradients = {"a": jnp.array(gradient[:2]), "b": jnp.array(gradient[2:])}
+    changes, _ = optimizer.update(gradients, optimizer.init(params), params)
+    wanted = -1e-3 * np.array(clipped) / (np.abs(clipped) + 1e-5)
+    np.testing.assert_allclose(changes["a"], wanted[:2], rtol=1e-4)
+    np.testing.assert_allclose(changes["b"], wanted[2:], rtol=1e-4)
 
 
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     """Against a loop over three rollouts, so that returns carry over, and masked rows do not."""
     rng = np.random.default_rng(1)
-    n, gamma = 4, 0.9
+    n = 4
+    gamma = 0.9
     args = Args(num_envs=n, num_steps=20, normalize_rewards="yes", gamma=gamma)
-    alg = PPO(args, OBSERVATION, DISCRETE)
+    alg = PPO(args, OBSERVATIONS, DISCRETE)
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    running, seen, resetting = np.zeros(n), [], None
+    running = np.zeros(n)
+    seen = []
+    resetting = None
     for _ in range(3):
         rollout = random_rollout(rng, 20, n, resetting=resetting)
         resetting = rollout.terminated[-1] | rollout.truncated[-1]
-        mask = rollout.is_step
+        mask = rollout.valid
         reward = np.where(mask, rollout.reward + 1, 99).astype(np.float32)
         rollout = rollout._replace(reward=reward)
         for t in range(20):
@@ -417,40 +482,48 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
         np.testing.assert_allclose(scaled.reward[mask], wanted[mask], rtol=1e-3)
         np.testing.assert_allclose(state.discounted, running, rtol=1e-4, atol=1e-6)
         assert np.any(running) or not resetting.all()
-    # Where environments start anew no return goes on; all else is kept.
     assert np.count_nonzero(state.discounted) > 1
-    assert_equal(alg.restart(state), state._replace(discounted=jnp.zeros(n)))
 
 
-def test_to_env_action():
-    """Box actions are clipped, discrete ones counted from `start`; NumPy arrays and JAX ones."""
+def test_no_return_goes_on_where_environments_start_anew_and_all_else_is_kept():
+    alg = PPO(Args(normalize_rewards="yes"), OBSERVATIONS, DISCRETE)
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    state = state._replace(discounted=jnp.array([0.5, 0.0, -1.0, 2.0]))
+    assert_equal(alg.cut_episodes_off(state), state._replace(discounted=jnp.zeros(4)))
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_box_actions_are_clipped_to_the_space(array):
     box = gym.spaces.Box(np.float32([-1, 0]), np.float32([2, 0.5]))
     actions = np.array([[-3.0, 0.25], [1.0, 7.0], [2.5, -1.0]], np.float32)
+    clipped = PPO(Args(), OBSERVATIONS, box).to_env_action(array(actions))
     wanted = np.array([[-1.0, 0.25], [1.0, 0.5], [2.0, 0.0]], np.float32)
-    for array in (np.asarray, jnp.asarray):
-        clipped = PPO(Args(), OBSERVATION, box).to_env_action(array(actions))
-        np.testing.assert_array_equal(clipped, wanted)
-        assert clipped.dtype == np.float32
-        alg = PPO(Args(), OBSERVATION, gym.spaces.Discrete(3, start=-1))
-        started = alg.to_env_action(array([0, 2]))
-        assert started.tolist() == [-1, 1]
+    np.testing.assert_array_equal(clipped, wanted)
+    assert clipped.dtype == np.float32
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_discrete_actions_are_counted_from_the_start_of_the_space(array):
+    alg = PPO(Args(), OBSERVATIONS, gym.spaces.Discrete(3, start=-1))
+    assert alg.to_env_action(array([0, 2])).tolist() == [-1, 1]
 
 
 def test_actions_are_clipped_in_the_environment_and_not_in_the_rollout():
     """The environment asserts that they are; what is learned from keeps the tails."""
-    run, args = Run(env_id="BoxProbe-narrow-v0"), Args(num_envs=8, num_steps=128)
-    alg = PPO(args, np.zeros(1, np.float32), gym.spaces.Box(-0.1, 0.1, (1,)))
-    policy = alg.policy(make_state(alg, output=[0.0]))
-    noise = np.asarray(alg.draw_noise(jax.random.PRNGKey(0), {}))
+    args = Args(num_envs=8, num_steps=128)
+    run = Run(env_id="BoxProbe-narrow-v0", checkpoint_interval=0)
+    alg, _ = ppo_jax.set_up(args, run)
+    noise = np.asarray(alg.draw_noise(jax.random.PRNGKey(0), 0))
     envs = ppo_jax.make_envs(args, run, 8)
-    observation, _ = envs.reset(seed=0)
-    is_step = np.ones(8, bool)
-    rollout, _ = ppo_jax.collect_rollout(alg, envs, observation, is_step, policy, noise)
+    _, env_state, log = ppo_jax.start(alg, run, envs, jax.random.PRNGKey(0))
+    params = alg.acting_params(make_state(alg, output=[0.0]))
+    rollout, _ = ppo_jax.collect_rollout(alg, envs, params, env_state, noise, log)
     envs.close()
+    log.writer.close()
     np.testing.assert_array_equal(rollout.action, noise)
     assert scipy.stats.kstest(rollout.action.ravel(), "norm").pvalue > 1e-3
     clipped = rollout.action.clip(np.float32(-0.1), np.float32(0.1))
-    reward = np.where(rollout.is_step, -((clipped - rollout.observation)[..., 0] ** 2), 0)
+    reward = np.where(rollout.valid, -((clipped - rollout.observation)[..., 0] ** 2), 0)
     np.testing.assert_allclose(rollout.reward, reward, rtol=1e-5)
 
 
@@ -459,45 +532,72 @@ def test_actions_are_clipped_in_the_environment_and_not_in_the_rollout():
     [
         ({}, gym.spaces.MultiDiscrete([2, 2]), r"PPO takes Discrete .* or a Box \[A\], not Multi"),
         ({}, gym.spaces.Box(-1, 1, (2, 3)), r"PPO takes Discrete .* or a Box \[A\], not Box"),
-        (dict(num_envs=3, num_steps=5), DISCRETE, "num_minibatches must divide the rollout"),
+        (
+            dict(num_envs=3, num_steps=5),
+            DISCRETE,
+            r"num_minibatches must divide num_envs \* num_steps",
+        ),
     ],
 )
-def test_mistakes_in_flags(flags, space, message):
+def test_what_the_algorithm_cannot_do_is_a_usage_error(flags, space, message):
     with pytest.raises(UsageError, match=message):
-        PPO(Args(**flags), OBSERVATION, space)
+        PPO(Args(**flags), OBSERVATIONS, space)
 
 
-def test_mistakes_in_flags_are_found_before_training(tmp_path):
-    with pytest.raises(UsageError, match="PPO takes Discrete actions or a Box"):
-        train(Args(), Run(env_id="ManyActions-v0"))
-    with pytest.raises(UsageError, match="num_steps must be at least 1, not 0"):
-        train(Args(num_steps=0, update_epochs=-1), Run())
-    with pytest.raises(UsageError, match="update_epochs must be at least 1, not -1"):
-        train(Args(update_epochs=-1), Run())
+@pytest.mark.parametrize(
+    ("flags", "env_id", "message"),
+    [
+        ({}, "ManyActions-v0", "PPO takes Discrete actions or a Box"),
+        (
+            dict(num_steps=0, update_epochs=-1),
+            "CartPole-v1",
+            r"num_steps must be from 1 to 2\*\*31 - 1, not 0",
+        ),
+        (
+            dict(update_epochs=-1),
+            "CartPole-v1",
+            r"update_epochs must be from 1 to 2\*\*31 - 1, not -1",
+        ),
+    ],
+)
+def test_a_mistake_in_flags_is_found_before_there_is_a_folder(flags, env_id, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        train(Args(**flags), Run(env_id=env_id))
     assert not (tmp_path / "runs").exists()
 
 
 # ----------------------------------------------------------------------------------- the train step
 
 
-SMALL = dict(num_envs=4, num_steps=16, num_minibatches=2, update_epochs=2, gamma=0.9)
+SMALL = dict(
+    num_envs=4,
+    num_steps=16,
+    num_minibatches=2,
+    update_epochs=2,
+    gamma=0.9,
+    learning_rate=1e-2,
+    anneal_lr=False,
+)
 NORMALIZED = dict(normalize_observations="yes", normalize_rewards="yes")
 KEY = jax.random.PRNGKey(7)
+STEP = 192  # where the iteration begins
 
 
 def make_step(space=DISCRETE, optimizer=None, loss=None, **flags):
-    """The algorithm, a State, and `train_step` of it, a rollout, a key and a learning rate."""
-    alg = PPO(Args(**{**SMALL, **flags}), OBSERVATION, space)
-    alg.optimizer, alg.loss = optimizer or alg.optimizer, loss or alg.loss
+    """The algorithm, a State, and `train_step` of it and a rollout."""
+    alg = PPO(Args(**{**SMALL, **flags}), OBSERVATIONS, space)
+    alg.optimizer = optimizer or alg.optimizer
+    alg.loss = loss or alg.loss
     state = jax.jit(alg.init)(jax.random.PRNGKey(1))
     # A policy that is not uniform.
-    params = state.params + 0.1 * jax.random.normal(jax.random.PRNGKey(2), state.params.shape)
+    params, unravel = ravel_pytree(state.params)
+    params = params + 0.1 * jax.random.normal(jax.random.PRNGKey(2), params.shape)
 
     @jit
-    def step(state, rollout, key=KEY, learning_rate=1e-2):
-        return alg.train_step(state, rollout, {"learning_rate": learning_rate}, key)
+    def step(state, rollout, step=STEP):
+        return alg.train_step(state, rollout, KEY, step)
 
-    return alg, state._replace(params=params), step
+    return alg, state._replace(params=unravel(params)), step
 
 
 @cache
@@ -505,24 +605,28 @@ def make_plain_step(box):
     """Of rewards that are clipped; with a Box, of observations and rewards that are normalised."""
     flags = dict(gae_lambda=0.8, ent_coef=0.02, vf_coef=0.6)
     flags |= NORMALIZED if box else dict(clip_rewards=True)
-    alg, state, step = make_step(BOX if box else DISCRETE, optax.identity(), **flags)
+    alg, state, step = make_step(BOX if box else DISCRETE, optax.sgd, **flags)
     if box:
-        observations = Moments(jnp.array([0.1, 0.2, -0.3]), jnp.array([0.5, 1, 2]), jnp.float32(30))
-        returns = Moments(jnp.float32(0.2), jnp.float32(3), jnp.float32(30))
-        discounted = jnp.array([0.5, 0, 0, -1])
-        state = state._replace(observations=observations, returns=returns, discounted=discounted)
+        state = state._replace(
+            observations=Moments(
+                jnp.array([0.1, 0.2, -0.3]), jnp.array([0.5, 1, 2]), jnp.float32(30)
+            ),
+            returns=Moments(jnp.float32(0.2), jnp.float32(3), jnp.float32(30)),
+            discounted=jnp.array([0.5, 0, 0, -1]),
+        )
     return alg, state, step
 
 
 @pytest.mark.parametrize("space", [slow(DISCRETE), BOX], ids=["discrete", "box"])
-def test_train_step_against_a_plain_loop(space):
+def test_train_step_is_what_a_plain_loop_gives(space):
     """Masked rows are thrown away there; here they must be as good as that."""
     alg, state, step = make_plain_step(space is BOX)
     rollout = random_rollout(np.random.default_rng(3), 16, 4, space)
     assert rollout.truncated.any()
-    new, metrics = step(state, rollout)
+    new, acting, metrics = step(state, rollout)
 
-    minibatches = np.asarray(buffers.shuffled_minibatches(KEY, 64, 2, 2))
+    key = jax.random.fold_in(KEY, STEP)
+    minibatches = np.asarray(buffers.shuffled_minibatches(key, 64, 2, 2))
     every = np.concatenate([rollout.observation, rollout.next_observation[None]])
     if space is DISCRETE:
         rollout = rollout._replace(reward=np.sign(rollout.reward))
@@ -531,10 +635,10 @@ def test_train_step_against_a_plain_loop(space):
         every = ppo_jax.normalize(every, state.observations)
     observation = every[:-1].reshape(64, 3)
     action = rollout.action.reshape(64, *rollout.action.shape[2:])
-    mask = rollout.is_step.ravel()
+    mask = rollout.valid.ravel()
 
     def apply(params, x):
-        output, value = alg.network.apply(alg.unravel(params), x.reshape(-1, 3))
+        output, value = alg.network.apply(params, x.reshape(-1, 3))
         return output, value.reshape(x.shape[:-1])
 
     def log_probs(params, rows):
@@ -543,7 +647,8 @@ def test_train_step_against_a_plain_loop(space):
             logp = jax.nn.log_softmax(output)
             entropy = -(jnp.exp(logp) * logp).sum(-1)
             return logp[jnp.arange(len(rows)), action[rows]], entropy, value
-        mean, log_std = output[:, :2], output[:, 2:]
+        mean = output[:, :2]
+        log_std = output[:, 2:]
         logp = jax.scipy.stats.norm.logpdf(action[rows], mean, jnp.exp(log_std)).sum(-1)
         return logp, (0.5 * jnp.log(2 * jnp.pi * jnp.e) + log_std).sum(-1), value
 
@@ -569,25 +674,26 @@ def test_train_step_against_a_plain_loop(space):
             parts = []
             for rows in epoch:
                 gradient, part = jax.grad(loss, has_aux=True)(params, rows[mask[rows]])
-                params = params - 1e-2 * gradient
+                params = jax.tree.map(lambda x, slope: x - 1e-2 * slope, params, gradient)
                 parts.append(part)
         explained = 1 - jnp.var((target - value)[mask]) / jnp.var(target[mask])
         return params, *jnp.array(parts).mean(0), explained  # losses are those of the last epoch
 
     params, policy, kl, explained = learned(state.params)
-    assert np.abs(params - state.params).max() > 1e-3
-    np.testing.assert_allclose(new.params, params, rtol=1e-4, atol=2e-6)
+    assert np.abs(vector(params) - vector(state.params)).max() > 1e-3
+    np.testing.assert_allclose(vector(new.params), vector(params), rtol=1e-4, atol=2e-6)
     np.testing.assert_allclose(metrics["losses/policy_loss"], policy, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(metrics["losses/approx_kl"], kl, rtol=1e-3, atol=1e-7)
     np.testing.assert_allclose(metrics["losses/explained_variance"], explained, rtol=1e-4)
-    assert set(metrics) == {f"losses/{name}" for name in (*LOSSES, "explained_variance")}
+    assert_equal(acting, (new.params, new.observations))
+    assert metrics.keys() == LEARNING_TAGS
 
 
 @pytest.mark.parametrize("space", [DISCRETE, BOX], ids=["discrete", "box"])
 def test_masked_rows_change_nothing(space):
     _, state, step = make_plain_step(space is BOX)
     rollout = random_rollout(np.random.default_rng(8), 16, 4, space)
-    mask = rollout.is_step
+    mask = rollout.valid
     # After a truncation the observation of the masked row is the episode's last: it is needed.
     free = ~mask
     free[1:] &= ~rollout.truncated[:-1] | rollout.terminated[:-1]
@@ -608,99 +714,159 @@ def test_masked_rows_change_nothing(space):
     )
     expected = step(state, rollout)
     assert_equal(step(state, other), expected)
-    unmasked, _ = step(state, other._replace(is_step=np.ones_like(mask)))
-    assert not np.array_equal(expected[0].params, unmasked.params)  # the mask does something
+    unmasked, _, _ = step(state, other._replace(valid=np.ones_like(mask)))
+    # The mask does something.
+    assert not np.array_equal(vector(expected[0].params), vector(unmasked.params))
 
 
 def test_a_rollout_without_a_step_is_harmless():
     """All environments only reset: nothing to learn from, and nothing is divided by 0."""
     _, state, step = make_step(num_steps=1, num_minibatches=4, **NORMALIZED)
     rollout = random_rollout(np.random.default_rng(0), 1, 4, resetting=np.ones(4, bool))
-    assert not rollout.is_step.any()
-    new, metrics = step(state, rollout)
-    np.testing.assert_array_equal(new.params, state.params)
+    assert not rollout.valid.any()
+    new, _, metrics = step(state, rollout)
+    assert_equal(new.params, state.params)
     assert_equal((new.observations, new.returns), (state.observations, state.returns))
+    assert metrics.pop("charts/learning_rate") == np.float32(1e-2)
     assert all(value == 0 for value in metrics.values())
 
 
-def test_target_kl_stops_after_an_epoch():
-    rollout = random_rollout(np.random.default_rng(2), 16, 4)
-    _, state, one = make_step(update_epochs=1)
-    *_, two = make_step(update_epochs=2)
-    *_, stops = make_step(update_epochs=3, target_kl=1e-3)
-    *_, stops_at_once = make_step(update_epochs=3, target_kl=0.0)
+@pytest.mark.parametrize("anneal_lr", [False, True])
+def test_the_learning_rate_goes_linearly_to_0_at_the_end_and_stays_there(anneal_lr):
+    """By the length of a gradient step, which is proportional to it."""
+    _, state, step = make_step(
+        optimizer=optax.sgd,
+        anneal_lr=anneal_lr,
+        learning_rate=2e-3,
+        total_timesteps=3000,
+        num_minibatches=1,
+        update_epochs=1,
+    )
+    rollout = random_rollout(np.random.default_rng(3), 16, 4)
+    before = vector(state.params)
+    lengths = []
+    rates = []
+    for at in (0, 750, 1500, 3000, 3512):
+        new, _, metrics = step(state, rollout, at)
+        rates.append(metrics["charts/learning_rate"])
+        lengths.append(np.linalg.norm(vector(new.params) - before))
+    wanted = [2e-3, 1.5e-3, 1e-3, 0, 0] if anneal_lr else [2e-3] * 5
+    np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+    assert lengths[0] > 1e-4
+    np.testing.assert_allclose(np.array(lengths) / lengths[0], np.array(wanted) / 2e-3, rtol=1e-3)
 
-    def assert_same(actual, expected):
-        # The metrics are those of the last epoch that counted.
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), actual, expected)
 
-    def kl(learned):
-        return learned[1]["losses/approx_kl"]
+def test_each_iteration_shuffles_anew():
+    _, state, step = make_plain_step(True)
+    rollout = random_rollout(np.random.default_rng(3), 16, 4, BOX)
+    first = vector(step(state, rollout, 0)[0].params)
+    np.testing.assert_array_equal(vector(step(state, rollout, 0)[0].params), first)
+    assert not np.array_equal(vector(step(state, rollout, 64)[0].params), first)
 
+
+def make_optimize(**flags):
+    """`optimize` of a random batch, at a learning rate."""
+    alg, state, _ = make_step(**flags)
+    rng = np.random.default_rng(2)
+    observation = rng.normal(size=(64, 3)).astype(np.float32)
+    action = rng.integers(2, size=64, dtype=np.int32)
+    output, value = alg.network.apply(state.params, observation)
+    log_prob, _ = ppo_jax.log_prob_and_entropy(output, action)
+    batch = Batch(
+        observation=observation,
+        action=action,
+        valid=rng.random(64) < 0.8,
+        log_prob=log_prob,
+        value=value,
+        advantage=rng.normal(size=64).astype(np.float32),
+    )
+
+    return partial(jit(alg.optimize), state, batch, KEY)
+
+
+@cache
+def optimize_for(epochs):
+    return make_optimize(update_epochs=epochs)
+
+
+def assert_same_learning(actual, expected):
+    """Also the metrics, which are those of the last epoch that counted."""
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), actual, expected)
+
+
+def test_target_kl_ends_learning_after_the_epoch_that_went_too_far():
+    stops = make_optimize(update_epochs=3, target_kl=1e-3)
     # The longer the steps, the sooner the policy is too far from the old one.
-    expected = one(state, rollout, KEY, 2e-2)
-    assert kl(expected) > 1e-3
-    assert expected[0].opt_state[1].count == 2
-    assert_same(stops(state, rollout, KEY, 2e-2), expected)
+    expected = optimize_for(1)(2e-2)
+    assert expected[1]["losses/approx_kl"] > 1e-3
+    assert tree_get(expected[0].opt_state, "count") == 2
+    assert_same_learning(stops(2e-2), expected)
 
-    expected = two(state, rollout, KEY, 1e-3)
-    assert kl(one(state, rollout, KEY, 1e-3)) < 1e-3 < kl(expected)
-    assert_same(stops(state, rollout, KEY, 1e-3), expected)
+    expected = optimize_for(2)(1e-3)
+    assert optimize_for(1)(1e-3)[1]["losses/approx_kl"] < 1e-3
+    assert expected[1]["losses/approx_kl"] > 1e-3
+    assert_same_learning(stops(1e-3), expected)
 
-    never, _ = stops(state, rollout, KEY, 1e-5)
-    assert never.opt_state[1].count == 6
-    assert_same(stops_at_once(state, rollout, KEY, 1e-3), one(state, rollout, KEY, 1e-3))
+    never, _ = stops(1e-5)
+    assert tree_get(never.opt_state, "count") == 6
+
+
+def test_a_target_kl_of_0_leaves_one_epoch():
+    stops_at_once = make_optimize(update_epochs=3, target_kl=0.0)
+    assert_same_learning(stops_at_once(1e-3), optimize_for(1)(1e-3))
 
 
 def test_statistics_change_after_the_update_that_they_were_taken_in():
     """What is learned from is the policy that acted, and what it saw."""
 
     def loss(params, batch):
-        zeros = 0 * batch.log_prob
-        parts = jnp.stack([batch.log_prob, *batch.observation.T, zeros, zeros], axis=-1)
-        return 0 * params.sum(), ppo_jax.masked_mean(parts, batch.is_step)
+        parts = jnp.stack([batch.log_prob, *batch.observation.T], axis=-1)
+        means = ppo_jax.masked_mean(parts, batch.valid)
+        nothing = 0.0 * ravel_pytree(params)[0].sum()
+        return nothing, {"losses/approx_kl": nothing, "log_prob": means[0], "seen": means[1:].sum()}
 
     alg, state, step = make_step(BOX, loss=loss, num_minibatches=1, **NORMALIZED)
     seen = np.empty((0, 3))
     for seed in range(2):
         rollout = random_rollout(np.random.default_rng(seed), 16, 4, BOX)
         rollout = rollout._replace(observation=rollout.observation * 3 + 2)
-        mask = rollout.is_step
+        mask = rollout.valid
         x = rollout.observation[mask]
         x = np.clip((x - seen.mean(0)) / seen.std(0) if seed else x, -10, 10)
-        mean, log_std = np.split(np.asarray(alg.actor_critic(state.params, x)[0]), 2, axis=-1)
+        output, _ = alg.network.apply(state.params, x)
+        mean, log_std = np.split(np.asarray(output), 2, axis=-1)
         log_prob = scipy.stats.norm.logpdf(rollout.action[mask], mean, np.exp(log_std)).sum(-1)
-        state, metrics = step(state, rollout)
-        got = [metrics[f"losses/{name}"] for name in LOSSES[:4]]
-        np.testing.assert_allclose(got, [log_prob.mean(), *x.mean(0)], rtol=1e-4, atol=1e-6)
+        state, (_, moments), metrics = step(state, rollout)
+        np.testing.assert_allclose(metrics["log_prob"], log_prob.mean(), rtol=1e-4)
+        np.testing.assert_allclose(metrics["seen"], x.mean(0).sum(), rtol=1e-4, atol=1e-5)
         seen = np.concatenate([seen, rollout.observation[mask]])
         np.testing.assert_allclose(state.observations.mean, seen.mean(0), rtol=1e-4)
         np.testing.assert_allclose(state.observations.variance, seen.var(0), rtol=1e-4)
         assert state.observations.rows == len(seen)
+        assert_equal(moments, state.observations)  # with which the next rollout is acted
 
 
 # ------------------------------------------------------------------------------------- the network
 
 
-def test_initial_network():
-    """Orthogonal weights, biases 0, a policy that is almost uniform, log_std 0."""
-    alg = PPO(Args(), np.zeros(5, np.float32), gym.spaces.Box(-1, 1, (3,)))
-    params = alg.unravel(jax.jit(alg.init)(jax.random.PRNGKey(0)).params)["params"]
+def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform():
+    observations = gym.spaces.Box(-1, 1, (5,), np.float32)
+    alg = PPO(Args(), observations, gym.spaces.Box(-1, 1, (3,)))
+    params = jax.jit(alg.init)(jax.random.PRNGKey(0)).params["params"]
     scales = {f"Dense_{i}": scale for i, scale in enumerate([2**0.5] * 4 + [0.01, 1.0])}
     assert set(params) == {"log_std", *scales}
     for name, scale in scales.items():
-        kernel, bias = np.asarray(params[name]["kernel"]), params[name]["bias"]
+        kernel = np.asarray(params[name]["kernel"])
         smaller = kernel if kernel.shape[0] <= kernel.shape[1] else kernel.T
         np.testing.assert_allclose(smaller @ smaller.T, scale**2 * np.eye(len(smaller)), atol=1e-5)
-        assert not np.any(bias)
+        assert not np.any(params[name]["bias"])
     assert params["Dense_4"]["kernel"].shape == (64, 3)
     np.testing.assert_array_equal(params["log_std"], np.zeros(3))
 
 
-def test_network_by_hand():
-    """Actor and critic have two hidden layers each, of tanh."""
+def test_actor_and_critic_have_two_hidden_layers_of_tanh_each():
     alg, state, _ = make_step(BOX)
-    params = jax.tree.map(np.asarray, alg.unravel(state.params)["params"])
+    params = jax.tree.map(np.asarray, state.params["params"])
     x = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
 
     def dense(i, x):
@@ -709,7 +875,7 @@ def test_network_by_hand():
     def mlp(i):
         return np.tanh(dense(i + 1, np.tanh(dense(i, x))))
 
-    output, value = alg.actor_critic(state.params, x)
+    output, value = alg.network.apply(state.params, x)
     np.testing.assert_allclose(output[:, :2], dense(4, mlp(0)), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(output[:, 2:], np.tile(params["log_std"], (10, 1)))
     np.testing.assert_allclose(value, dense(5, mlp(2))[:, 0], rtol=1e-4, atol=1e-5)
@@ -722,26 +888,31 @@ def learned(env_id, total_timesteps, **flags):
     """What `train` learned: its State, and of observations [B, ...] the actor's output and V(s)."""
     flags = dict(num_envs=16, num_steps=16, learning_rate=6e-3, gamma=0.5, ent_coef=0.0) | flags
     args = Args(**flags, total_timesteps=total_timesteps)
-    run = Run(env_id=env_id, log_interval=total_timesteps, eval_episodes=0)
-    training, *_ = train(args, run)
-    env, state = gym.make(env_id), training.agent
-    alg = PPO(args, env.observation_space.sample(), env.action_space)
+    run = Run(env_id=env_id, log_interval=total_timesteps, eval_episodes=0, checkpoint_interval=0)
+    state, _, _ = train(args, run)
+    alg, _ = ppo_jax.set_up(args, run)
 
     def answer(observations):
         normalized = ppo_jax.normalize(np.asarray(observations), state.observations)
-        return jax.tree.map(np.asarray, alg.actor_critic(state.params, normalized))
+        return jax.tree.map(np.asarray, alg.network.apply(state.params, normalized))
 
     return state, answer
 
 
-def test_discrete_probes():
-    state, answer = learned("Probes-v0", 20_480)
-    assert state.observations is state.returns is None
-    which = dict(zip(DISCRETE_KINDS, np.eye(4, dtype=np.float32), strict=True))
+def asking(answer, kinds):
+    """A function: the answer to observations of an episode of a kind."""
+    which = dict(zip(kinds, np.eye(len(kinds), dtype=np.float32), strict=True))
 
     def at(kind, *own):
         return answer(np.stack([np.append(which[kind], np.float32(x)) for x in own]))
 
+    return at
+
+
+def test_discrete_probes_are_learned():
+    state, answer = learned("Probes-v0", 20_480)
+    assert state.observations is state.returns is None
+    at = asking(answer, DISCRETE_KINDS)
     np.testing.assert_allclose(at("observation", -1, 1)[1], [-1, 1], atol=0.05)
     np.testing.assert_allclose(at("discount", 0, 1)[1], [0.5, 1], atol=0.05)
     np.testing.assert_allclose(at("truncation", 0)[1], [2], atol=0.05)  # 1 / (1 - gamma)
@@ -750,14 +921,10 @@ def test_discrete_probes():
     assert scipy.special.softmax(output, axis=-1)[[0, 1], [0, 1]].min() > 0.95
 
 
-def test_continuous_probes():
+def test_continuous_probes_are_learned():
     state, answer = learned("BoxProbes-v0", 20_480, normalize_rewards="no")
     assert state.observations is not None
-    which = dict(zip(BOX_KINDS, np.eye(3, dtype=np.float32), strict=True))
-
-    def at(kind, *own):
-        return answer(np.stack([np.append(which[kind], np.float32(x)) for x in own]))
-
+    at = asking(answer, BOX_KINDS)
     output, value = at("match", -0.5, 0.5)
     np.testing.assert_allclose(output[:, 0], [-0.5, 0.5], atol=0.1)
     assert (output[:, 1] < -0.5).all()  # less and less noise
@@ -767,12 +934,12 @@ def test_continuous_probes():
 
 
 @pytest.mark.slow
-def test_image_probe():
-    """uint8 images go through the Nature CNN, whose features actor and critic share."""
+def test_actor_and_critic_share_the_features_of_images():
+    """uint8 images go through the Nature CNN."""
     state, answer = learned("ProbeImage-v0", 256, num_envs=2, learning_rate=2e-3)
     images = np.stack([np.zeros((4, 36, 36), np.uint8), np.full((4, 36, 36), 255, np.uint8)])
     assert list(answer(images)[0].argmax(-1)) == [0, 1]
-    assert state.params.size == sum(
+    assert vector(state.params).size == sum(
         (inputs + 1) * outputs
         for inputs, outputs in [(256, 32), (512, 64), (576, 64), (64, 512), (512, 2), (512, 1)]
     )
@@ -781,35 +948,79 @@ def test_image_probe():
 # ------------------------------------------------------------------------------------- the program
 
 
-TAGS = {
+LEARNING_TAGS = {
+    "charts/learning_rate",
+    "losses/policy_loss",
+    "losses/value_loss",
+    "losses/entropy",
+    "losses/old_approx_kl",
+    "losses/approx_kl",
+    "losses/clipfrac",
+    "losses/explained_variance",
+}
+TAGS = LEARNING_TAGS | {
     "charts/episodic_return",
     "charts/episodic_length",
     "charts/SPS",
-    "charts/learning_rate",
-    *(f"losses/{name}" for name in LOSSES),
-    "losses/explained_variance",
     "eval/episodic_return",
 }
+PENDULUM_ARGS = Args(total_timesteps=1_500, anneal_lr=False)
+PENDULUM_RUN = Run(env_id="Pendulum-v1", log_interval=512)
 
 
-def test_same_seed_same_run():
-    args = Args(total_timesteps=1_500, anneal_lr=False)
-    runs = [Run(env_id="Pendulum-v1", log_interval=512, exp_name=name) for name in "ab"]
-    (first, returns, folder), (second, same_returns, _) = [train(args, run) for run in runs]
-    assert_equal(first, second)
-    np.testing.assert_array_equal(returns, same_returns)
-    assert returns.shape == (1,)
+@pytest.fixture(scope="module")
+def pendulum(tmp_path_factory):
+    """State, returns and folder of a run of three iterations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("pendulum"))
+        return train(PENDULUM_ARGS, PENDULUM_RUN)
+
+
+def test_the_charts_have_all_metrics_at_each_log_interval(pendulum):
+    _, returns, folder = pendulum
     scalars, _ = read_events(folder)
     assert set(scalars) == TAGS
     for tag, points in scalars.items():
         assert np.isfinite([value for _, value in points]).all(), tag
-    assert [step for step, _ in scalars["charts/episodic_return"]] == [1024]  # episodes end there
-    steps, rates = zip(*scalars["charts/learning_rate"], strict=True)
-    assert list(steps) == [512, 1024, 1536]
-    np.testing.assert_allclose(rates, 2.5e-4, rtol=1e-6)
-    assert first.agent.opt_state[1].count == 3 * 4 * 4  # gradient steps
-    assert first.agent.observations.rows == 1536 - 4  # without those that only reset
-    # A run that is complete can be resumed: nothing is trained, and the state is the one saved.
-    again, _, same_folder = train(args, replace(runs[0], resume=str(folder)))
+    for tag in LEARNING_TAGS:
+        assert [step for step, _ in scalars[tag]] == [512, 1024, 1536]
+    np.testing.assert_allclose([rate for _, rate in scalars["charts/learning_rate"]], 2.5e-4)
+    # The four first episodes end in the second iteration, and no others.
+    ((step, mean_return),) = scalars["charts/episodic_return"]
+    assert step == 1024
+    assert returns == pytest.approx([mean_return])
+    assert scalars["charts/episodic_length"] == [(1024, 200.0)]
+    assert [step for step, _ in scalars["eval/episodic_return"]] == [1536]
+
+
+def test_an_iteration_learns_from_each_valid_step_in_each_epoch(pendulum):
+    state, _, _ = pendulum
+    assert tree_get(state.opt_state, "count") == 3 * 4 * 4  # gradient steps
+    assert state.observations.rows == 1536 - 4  # without those that only reset
+
+
+def test_the_same_seed_makes_the_same_run(pendulum):
+    state, returns, _ = pendulum
+    same, same_returns, _ = train(PENDULUM_ARGS, replace(PENDULUM_RUN, exp_name="same"))
+    assert_equal(same, state)
+    np.testing.assert_array_equal(same_returns, returns)
+
+
+def test_a_resumed_run_that_was_complete_has_the_state_and_the_returns_that_were_saved(pendulum):
+    state, returns, folder = pendulum
+    again, same_returns, same_folder = train(
+        PENDULUM_ARGS, replace(PENDULUM_RUN, resume=str(folder))
+    )
     assert same_folder == folder
-    assert_equal(jax.device_get(again), jax.device_get(first))
+    np.testing.assert_array_equal(same_returns, returns)
+    state = state._replace(discounted=np.zeros(4))  # the environments start anew
+    assert_equal(jax.device_get(again), jax.device_get(state))
+
+
+def test_a_loaded_policy_gives_actions_without_noise(pendulum):
+    state, _, folder = pendulum
+    observation = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
+    normalized = ppo_jax.normalize(observation, state.observations)
+    output, _ = ppo_jax.ActorCritic(1, gaussian=True).apply(state.params, normalized)
+    actions = ppo_jax.load_policy(folder)(observation)
+    np.testing.assert_allclose(actions, np.clip(output[:, :1], -2, 2), rtol=1e-5)

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict
 
 import environments  # noqa: F401  registers the environments
 import jax
@@ -15,6 +15,8 @@ import pytest
 from conftest import slow
 from events import ROOT, read_events
 
+import checkpoints
+import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
@@ -50,8 +52,7 @@ def start(module, folder, flags, number):
         address = f"localhost:{free.getsockname()[1]}"
     processes = []
     for i in range(number):
-        join = f"--distributed --coordinator-address {address} --num-processes {number}"
-        join = [*join.split(), "--process-id", str(i)] if number > 1 else []
+        join = ["--distributed", f"{address},{number},{i}"] if number > 1 else []
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(ROOT / f"{module.__name__}.py"), *flags, *join],
@@ -81,19 +82,19 @@ def train(module, folder, flags, number):
 
 
 def checkpoint(module, folder):
-    """The newest checkpoint, as one process reads it: its step and the Training."""
-    saved = module.saved_flags(folder)
-    run = replace(saved.experiment, resume=str(folder))
-    _, loop = module.set_up(saved.algorithm, run)
-    _, step, training = module.open_checkpoints(run, folder, loop.start())
-    return step, training
+    """The newest checkpoint, as one process reads it: step, Training, the returns so far."""
+    run, args = checkpoints.read_flags(folder, module.Run, module.Args)
+    alg, _ = module.set_up(args, run)
+    training = compiled.Program(alg, run, module).start()
+    return checkpoints.Checkpoints(folder).newest(training)
 
 
 def assert_same_run(module, one, other, **tolerance):
     """Checkpoints and the points of all charts, but for the speed."""
-    step, training = checkpoint(module, one)
-    other_step, other_training = checkpoint(module, other)
+    step, training, returns = checkpoint(module, one)
+    other_step, other_training, other_returns = checkpoint(module, other)
     assert step == other_step
+    np.testing.assert_allclose(returns, other_returns, **tolerance)
     pairs = zip(jax.tree.leaves(training), jax.tree.leaves(other_training), strict=True)
     for x, y in pairs:
         np.testing.assert_allclose(x, y, **tolerance)
@@ -182,12 +183,24 @@ def test_a_signal_to_one_process_ends_both_with_a_checkpoint(number, which, tmp_
         _, err = process.communicate(timeout=120)
         assert process.returncode == 130, err
     (folder,) = (tmp_path / "runs").iterdir()
-    step, _ = checkpoint(dqn_jax, folder)
+    step, _, _ = checkpoint(dqn_jax, folder)
     assert step == read_events(folder)[0]["charts/SPS"][-1][0] < 1_000_000
 
 
+@together
+@pytest.mark.slow
+def test_a_mistake_in_a_resume_ends_both_processes_in_one_line(tmp_path):
+    flags = {"run": asdict(ppo_jax.Run(num_seeds=2)), "args": asdict(ppo_jax.Args())}
+    (tmp_path / "args.json").write_text(json.dumps(flags))
+    mistake = ["--resume", str(tmp_path), "--env-id", "phys2d/CartPole-v1"]
+    for process in start(ppo_jax, tmp_path, mistake, 2):
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2, err
+        assert err.splitlines() == ["error: resume: env_id must stay CartPole-v1"]
+
+
 def test_joining_nobody_is_said_in_one_line(tmp_path):
-    (process,) = start(dqn_jax, tmp_path, ["--distributed"], 1)
+    (process,) = start(dqn_jax, tmp_path, ["--distributed", "auto"], 1)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     (line,) = err.strip().splitlines()
@@ -196,21 +209,36 @@ def test_joining_nobody_is_said_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("how", "words"),
+    [("localhost:12345,2", "expected 3"), ("localhost:12345,two,0", "'two'")],
+    ids=["no ID", "no number"],
+)
+def test_what_is_not_address_processes_and_id_is_said_in_one_line(how, words, run_main):
+    code, _, err = run_main(dqn_jax, "--distributed", how)
+    (line,) = err.strip().splitlines()
+    assert code == 2
+    assert line.startswith("error: distributed: ")
+    assert words in line
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--env-id CartPole-v1", "one process"),
+        ("--env-id CartPole-v1", "CartPole-v1 is not compiled: "),
         ("--env-id phys2d/CartPole-v1 --num-envs 2 --capture-video", "capture_video"),
         ("--env-id phys2d/CartPole-v1 --num-envs 2 --save-experience", "save_experience"),
         ("--env-id phys2d/CartPole-v1 --num-envs 3", "num_devices"),
     ],
     ids=["ordinary", "video", "experience", "odd"],
 )
-def test_what_two_processes_do_not_do(flags, words, run_main, monkeypatch):
+def test_what_two_processes_do_not_do(flags, words, run_main, monkeypatch, tmp_path):
     """Said in one line, before a folder is made."""
+    monkeypatch.setattr(compiled, "join_processes", lambda how: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "local_devices", lambda process: jax.devices()[process : process + 1])
-    code, _, err = run_main(dqn_jax, *flags.split())
+    code, _, err = run_main(dqn_jax, "--distributed", "localhost:12345,2,0", *flags.split())
     (line,) = err.strip().splitlines()
     assert code == 2
     assert line.startswith("error: ")
     assert words in line
+    assert not (tmp_path / "runs").exists()

@@ -24,7 +24,10 @@ def tracked_values(path):
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, record, values = path.read_bytes(), 7, b"", {}
+    data = path.read_bytes()
+    at = 7
+    record = b""
+    values = {}
     while at + 7 <= len(data):
         if at % 32_768 > 32_768 - 7:
             at += -at % 32_768
@@ -64,7 +67,7 @@ def test_each_evaluation_is_recorded(module, flags, tmp_path, monkeypatch):
     run = module.Run(
         env_id=env_id,
         log_interval=256,
-        checkpoint_interval=256,
+        eval_interval=256,
         eval_episodes=1,
         capture_video=True,
     )
@@ -100,7 +103,8 @@ def test_weights_and_biases_follows_the_events(tmp_path):
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     (file,) = (tmp_path / "wandb").glob(f"offline-run-*{folder.name}/*.wandb")
-    tracked, (scalars, _) = tracked_values(file), read_events(folder)
+    tracked = tracked_values(file)
+    scalars, _ = read_events(folder)
     for tag, points in scalars.items():
         values = [value for _, value in points]
         np.testing.assert_allclose(tracked[tag], values, rtol=1e-5, err_msg=tag)

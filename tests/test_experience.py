@@ -1,0 +1,145 @@
+"""--save-experience keeps all that the replay was given, beyond its ring."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import environments  # noqa: F401  registers the environments
+import gymnasium as gym
+import jax
+import numpy as np
+import pytest
+from conftest import slow
+
+import dqn_jax
+import per_dqn_jax
+from vault import Vault
+
+COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
+FLAGS = dict(num_envs=2, learning_starts=50, batch_size=8, n_step=3, save_experience=True)
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def vault_of(module, args, folder):
+    """The experience of a run in Counter-v0."""
+    space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    alg = module.Algorithm(args, space, gym.spaces.Discrete(3))
+    return Vault(folder / "experience", alg.stored, args.num_envs, create=False)
+
+
+def assert_same_rows(steps, held):
+    """Two Steps are alike in all that a replay holds."""
+    for name in steps._fields[:-1]:
+        rows = np.asarray(getattr(held, name))
+        np.testing.assert_array_equal(getattr(steps, name), rows, err_msg=name)
+
+
+@pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax])
+def test_all_steps_are_kept_beyond_the_ring(module):
+    args = module.Args(total_timesteps=400, buffer_size=100, **FLAGS)
+    state, _, folder = module.train(args, module.Run(**COUNTER))
+    vault = vault_of(module, args, folder)
+    assert len(vault) == 200
+    newest = np.arange(150, 200) % 50
+    held = jax.tree.map(lambda x: x[newest], state.replay.storage)
+    assert_same_rows(vault.read(150, 200), held)
+    # In Counter-v0 the first two numbers tell the episode and the step in it.
+    steps = vault.read(0, 200)
+    episode = steps.observation[:, 0, 0]
+    step = steps.observation[:, 0, 1]
+    begins = np.flatnonzero(~steps.valid[:, 0]) + 1
+    np.testing.assert_array_equal(episode[begins[:-1]], np.arange(1, len(begins)))
+    np.testing.assert_array_equal(step[begins[:-1]], 0)
+    before = steps.observation[..., 1]
+    np.testing.assert_array_equal(steps.reward[steps.valid], before[steps.valid] + 1)
+
+
+def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
+    flags = FLAGS | dict(buffer_size=400)
+    run = COUNTER | dict(checkpoint_interval=100)
+    args = dqn_jax.Args(total_timesteps=200, **flags)
+    _, _, folder = dqn_jax.train(args, dqn_jax.Run(**run))
+    (folder / "checkpoints" / "200").rename(tmp_path / "lost")  # as if it had been killed at 180
+    before = jax.tree.map(np.copy, vault_of(dqn_jax, args, folder).read(0, 50))
+    longer = dqn_jax.Args(total_timesteps=300, **flags)
+    state, _, _ = dqn_jax.train(longer, dqn_jax.Run(resume=str(folder), **run))
+    vault = vault_of(dqn_jax, args, folder)
+    assert len(vault) == 150
+    held = jax.tree.map(lambda x: x[:150], state.replay.storage)
+    assert_same_rows(vault.read(0, 150), held)
+    # The last row before the cut only resets, and the one before it cuts its episode off: so no
+    # window goes on past the cut, and no other row is lost.
+    goes_on = before.valid[48] & ~before.terminated[48]
+    before.truncated[48] = goes_on
+    before.valid[49] = False
+    assert_same_rows(vault.read(0, 50), before)
+    first = vault.read(50, 51)
+    np.testing.assert_array_equal(first.observation[0, :, :2], 0)  # the first episode's start
+    assert first.valid.all()
+
+
+def test_it_goes_on_after_a_resume_with_many_steps():
+    """At n_step of 16 the vault said that the rows were of another run."""
+    flags = FLAGS | dict(num_envs=1, buffer_size=100, n_step=20)
+    args = dqn_jax.Args(total_timesteps=200, **flags)
+    _, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
+    longer = dqn_jax.Args(total_timesteps=300, **flags)
+    dqn_jax.train(longer, dqn_jax.Run(resume=str(folder), **COUNTER))
+    vault = vault_of(dqn_jax, longer, folder)
+    assert len(vault) == 300
+    steps = vault.read(0, 300)
+    assert not steps.valid[199]
+    assert steps.truncated[198] | steps.terminated[198] | ~steps.valid[198]
+
+
+@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
+def test_of_a_compiled_agent(module):
+    run = dict(env_id="phys2d/CartPole-v1", log_interval=100, eval_episodes=0)
+    args = module.Args(total_timesteps=400, buffer_size=200, **FLAGS)
+    state, _, folder = module.train(args, module.Run(**run))
+    storage = jax.tree.map(lambda x: x[0], state.replay.storage)  # that of the first agent
+    space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    alg = module.Algorithm(args, space, gym.spaces.Discrete(2))
+    vault = Vault(folder / "experience", alg.stored, 2, create=False)
+    assert len(vault) == 200
+    assert_same_rows(vault.read(100, 200), storage)
+
+
+def test_of_many_agents_it_is_a_mistake():
+    run = dqn_jax.Run(env_id="phys2d/CartPole-v1", num_seeds=2, log_interval=100)
+    args = dqn_jax.Args(total_timesteps=400, buffer_size=200, **FLAGS)
+    with pytest.raises(dqn_jax.UsageError, match="only that of one agent"):
+        dqn_jax.train(args, run)
+    assert not Path("runs").exists()
+
+
+def test_of_a_stack_the_newest_frames_are_kept():
+    args = dqn_jax.Args(total_timesteps=200, buffer_size=400, frame_stack=2, **FLAGS)
+    state, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
+    item = dqn_jax.Step(np.zeros(3, np.float32), np.int32(0), np.float32(0), *[np.False_] * 3)
+    vault = Vault(folder / "experience", item, 2, create=False)
+    assert len(vault) == 100
+    held = jax.tree.map(lambda x: x[:100], state.replay.storage)
+    assert_same_rows(vault.read(0, 100), held)
+
+
+def test_steps_that_would_be_lost_between_two_writes_are_a_mistake():
+    """The replay is written at each point of the charts: it must hold the steps of an interval."""
+    args = dqn_jax.Args(total_timesteps=400, buffer_size=100, **FLAGS)
+    run = dqn_jax.Run(**COUNTER | dict(log_interval=110))
+    with pytest.raises(dqn_jax.UsageError, match="buffer_size must be >= 120"):
+        dqn_jax.train(args, run)
+    assert not Path("runs").exists()
+
+
+def test_iterations_that_do_not_divide_the_log_interval_lose_no_steps():
+    """Points are at multiples of 70 steps: 140, 210, 350, ... are as far as 140 apart."""
+    args = dqn_jax.Args(total_timesteps=700, **FLAGS | dict(num_envs=7, buffer_size=100))
+    run = dqn_jax.Run(**COUNTER | dict(log_interval=100))
+    with pytest.raises(dqn_jax.UsageError, match="buffer_size must be >= 170"):
+        dqn_jax.train(args, run)
+    _, _, folder = dqn_jax.train(replace(args, buffer_size=170), run)
+    assert len(vault_of(dqn_jax, args, folder)) == 100

@@ -1,0 +1,367 @@
+"""load_policy gives the agent of a run that was best in an evaluation."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import environments  # noqa: F401  registers the environments
+import gymnasium as gym
+import jax
+import numpy as np
+import pytest
+from conftest import slow
+from events import ROOT
+
+import checkpoints
+import compiled
+import dqn_jax
+import per_dqn_jax
+import ppo_jax
+
+SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
+SMALL_PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=1, update_epochs=1)
+SCRIPTS = {
+    "dqn": (dqn_jax, SMALL_DQN),
+    "per_dqn": (per_dqn_jax, SMALL_DQN),
+    "ppo": (ppo_jax, SMALL_PPO),
+}
+COUNTER = dict(env_id="environments:Counter-v0", log_interval=20)
+CHAIN = dict(env_id="environments:Chain-v0", log_interval=64, eval_episodes=2)
+OBSERVATIONS = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def agents_of(run):
+    """DQN, and parameters to act with that always choose action 0, 1 or 2."""
+    alg, _ = dqn_jax.set_up(dqn_jax.Args(**SMALL_DQN), run)
+    params = jax.jit(alg.init)(jax.random.PRNGKey(0)).params
+    always = []
+    for action in range(3):
+        agent = jax.tree.map(np.zeros_like, params)
+        agent["params"]["Dense_2"]["bias"][action] = 1
+        always.append(agent)
+    return alg, always
+
+
+def folder_of(run):
+    """A folder as one of a run of DQN, in which nothing is saved but the flags."""
+    folder = Path("run").absolute()
+    folder.mkdir()
+    saved = {"run": asdict(run), "args": asdict(dqn_jax.Args(**SMALL_DQN))}
+    (folder / "args.json").write_text(json.dumps(saved))
+    return folder
+
+
+def action_of(folder):
+    """The only action that the loaded agent takes, whatever it observes."""
+    actions = dqn_jax.load_policy(folder)(OBSERVATIONS)
+    assert actions.shape == (7,)
+    (action,) = set(actions.tolist())
+    return action
+
+
+# --- the best one
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([3.0, 2.0, 1.0], 0),
+        ([1.0, 3.0, 2.0], 1),
+        ([1.0, 2.0, 3.0], 2),
+        ([-3.0, -1.0, -2.0], 1),
+        ([1.0, 2.0, 2.0], 2),  # of equal ones the newest
+        ([2.0, 1.0, 2.0], 2),
+        ([0.0, 0.0, -1.0], 1),
+        ([1.0, np.nan, 0.0], 0),
+        ([np.nan, 1.0, np.nan], 1),
+        ([1.0, np.inf, 0.0], 0),  # rewards that are no numbers are no reason to keep an agent
+        ([1.0, np.float32(2.5), np.float64(2.25)], 1),
+    ],
+)
+def test_the_agent_of_the_highest_score_is_kept(scores, best):
+    run = dqn_jax.Run(**COUNTER)
+    _, always = agents_of(run)
+    folder = folder_of(run)
+    saved = checkpoints.Checkpoints(folder)
+    for i, score in enumerate(scores):
+        saved.save_if_best(100 * (i + 1), always[i], score)
+        assert len(saved.best_one.all_steps()) <= 1
+    assert action_of(folder) == best
+
+
+def test_a_lower_score_of_a_run_that_goes_on_changes_nothing():
+    """Nor does it where the folder was closed and opened again between the two."""
+    run = dqn_jax.Run(**COUNTER)
+    _, always = agents_of(run)
+    folder = folder_of(run)
+    checkpoints.Checkpoints(folder).save_if_best(100, always[1], 5.0)
+    checkpoints.Checkpoints(folder).save_if_best(200, always[2], 4.0)
+    assert action_of(folder) == 1
+    checkpoints.Checkpoints(folder).save_if_best(300, always[0], 6.0)
+    assert action_of(folder) == 0
+    assert [path.name for path in (folder / "best").iterdir()] == ["300"]
+
+
+def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
+    """Not the newest, which acts otherwise."""
+    args = dqn_jax.Args(**SMALL_DQN | dict(learning_rate=0.1))
+    run = dqn_jax.Run(**COUNTER, eval_interval=60, eval_episodes=1)
+    scores = iter([1.0, 4.0, 2.0, 3.0])
+    agents = []
+
+    def evaluate(alg, run, params, episodes, videos=""):
+        agents.append(jax.tree.map(np.array, params))
+        return np.full(episodes, next(scores))
+
+    monkeypatch.setattr(dqn_jax, "evaluate", evaluate)
+    _, _, folder = dqn_jax.train(args, run)
+    assert [path.name for path in (folder / "best").iterdir()] == ["120"]
+    alg, _ = dqn_jax.set_up(args, run)
+    observations = 100 * np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+    wanted = [dqn_jax.greedy_action(alg, params, observations) for params in agents]
+    assert len(wanted) == 4
+    loaded = dqn_jax.load_policy(folder)(observations)
+    np.testing.assert_array_equal(loaded, wanted[1])
+    assert (loaded != wanted[3]).any()
+
+
+@pytest.mark.parametrize("eval_episodes", [0, 1])
+def test_without_an_evaluation_that_is_a_number_it_is_the_agent_saved_last(
+    eval_episodes, monkeypatch
+):
+    monkeypatch.setattr(dqn_jax, "evaluate", lambda *_: np.array([np.nan]))
+    args = dqn_jax.Args(**SMALL_DQN | dict(learning_rate=0.1))
+    run = dqn_jax.Run(**COUNTER, checkpoint_interval=100, eval_episodes=eval_episodes)
+    state, _, folder = dqn_jax.train(args, run)
+    alg, _ = dqn_jax.set_up(args, run)
+    observations = 100 * np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+    wanted = dqn_jax.greedy_action(alg, state.params, observations)
+    np.testing.assert_array_equal(dqn_jax.load_policy(folder)(observations), wanted)
+    like = jax.tree.map(np.zeros_like, state)
+    shutil.rmtree(folder / "checkpoints" / "200")
+    step, earlier, _ = checkpoints.Checkpoints(folder).newest(like)
+    assert step == 100
+    wanted = dqn_jax.greedy_action(alg, earlier.params, observations)
+    np.testing.assert_array_equal(dqn_jax.load_policy(folder)(observations), wanted)
+
+
+@pytest.mark.parametrize("eval_episodes", [0, 2])
+@pytest.mark.parametrize("name", ["dqn", slow("per_dqn"), "ppo"])
+def test_the_replay_is_not_read(name, eval_episodes):
+    """It may have gigabytes: the agent is loaded from a checkpoint that has lost its state."""
+    module, flags = SCRIPTS[name]
+    args = module.Args(**flags)
+    run = module.Run(**COUNTER, eval_episodes=eval_episodes)
+    state, _, folder = module.train(args, run)
+    alg, _ = module.set_up(args, run)
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    shutil.rmtree(checkpoint / "state")
+    wanted = module.greedy_action(alg, alg.acting_params(state), OBSERVATIONS)
+    np.testing.assert_array_equal(module.load_policy(folder)(OBSERVATIONS), wanted)
+
+
+# --- kinds of agents
+
+
+@pytest.mark.parametrize("name", [slow("dqn"), slow("per_dqn"), "ppo"])
+@pytest.mark.parametrize("best", [0, 2])
+def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
+    module, flags = SCRIPTS[name]
+    scores = np.zeros(3)
+    scores[best] = 1.0
+    monkeypatch.setattr(compiled.Program, "evaluate", lambda program, params: scores)
+    args = module.Args(**flags | dict(num_envs=4))
+    run = module.Run(**CHAIN, num_seeds=3)
+    states, _, folder = module.train(args, run)
+    alg, _ = module.set_up(args, run)
+    params = alg.acting_params(states)
+    observations = np.random.default_rng(0).normal(size=(1000, 5)).astype(np.float32)
+    wanted = []
+    for i in range(3):
+        one = jax.tree.map(lambda x, i=i: x[i], params)
+        wanted.append(module.greedy_action(alg, one, observations))
+    loaded = module.load_policy(folder)(observations)
+    np.testing.assert_array_equal(loaded, wanted[best])
+    assert (loaded != wanted[1]).any()
+
+
+def test_of_many_seeds_without_an_evaluation_it_is_the_first_one():
+    args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=4))
+    run = ppo_jax.Run(**CHAIN | dict(eval_episodes=0), num_seeds=2)
+    states, _, folder = ppo_jax.train(args, run)
+    alg, _ = ppo_jax.set_up(args, run)
+    first = jax.tree.map(lambda x: x[0], alg.acting_params(states))
+    observations = np.random.default_rng(0).normal(size=(1000, 5)).astype(np.float32)
+    wanted = ppo_jax.greedy_action(alg, first, observations)
+    np.testing.assert_array_equal(ppo_jax.load_policy(folder)(observations), wanted)
+
+
+def test_an_agent_of_stacks_takes_stacks():
+    args = dqn_jax.Args(**SMALL_DQN | dict(frame_stack=4, learning_rate=0.1))
+    run = dqn_jax.Run(**COUNTER, eval_episodes=1)
+    state, _, folder = dqn_jax.train(args, run)
+    alg, _ = dqn_jax.set_up(args, run)
+    stacks = 100 * np.random.default_rng(0).normal(size=(500, 4, 3)).astype(np.float32)
+    actions = dqn_jax.load_policy(folder)(stacks)
+    np.testing.assert_array_equal(actions, dqn_jax.greedy_action(alg, state.params, stacks))
+    q_values = alg.network.apply(state.params, stacks)
+    np.testing.assert_array_equal(actions, np.argmax(q_values, axis=1))
+    # The frames before the newest one matter.
+    newest = np.where(np.arange(4)[:, None] == 3, stacks, 0)
+    assert (dqn_jax.load_policy(folder)(newest) != actions).any()
+
+
+@pytest.mark.parametrize("name", ["dqn", "ppo"])
+def test_actions_that_start_at_1_are_those_of_the_environment(name):
+    module, flags = SCRIPTS[name]
+    run = module.Run(env_id="environments:Start-v0", log_interval=20, eval_episodes=1)
+    args = module.Args(**flags | dict(learning_rate=0.01, total_timesteps=640))
+    _, _, folder = module.train(args, run)
+    envs = gym.make_vec("environments:Start-v0", 3)
+    observation, _ = envs.reset(seed=0)
+    actions = module.load_policy(folder)(observation)
+    np.testing.assert_array_equal(actions, [2, 2, 2])  # the better one
+    _, reward, *_ = envs.step(actions)
+    np.testing.assert_array_equal(reward, [1, 1, 1])
+
+
+def test_actions_of_a_box_are_clipped_to_it():
+    """To that of the environment, each axis to its own bounds; where they are within, as drawn."""
+    run = ppo_jax.Run(env_id="Pendulum-v1", log_interval=64, eval_episodes=0)
+    args = ppo_jax.Args(**SMALL_PPO)
+    state, _, folder = ppo_jax.train(args, run)
+    alg, _ = ppo_jax.set_up(args, run)
+    params, moments = alg.acting_params(state)
+    params = jax.tree.map(np.array, params)
+    params["params"]["Dense_4"]["kernel"] *= 1_000  # the mean of the actions
+    saved = checkpoints.Checkpoints(folder)
+    saved.save_if_best(64, (params, moments), 0.0)
+    observations = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
+    output, _ = alg.network.apply(params, ppo_jax.normalize(observations, moments))
+    mean = np.asarray(output)[:, :1]
+    assert mean.min() < -2
+    assert mean.max() > 2
+    assert (np.abs(mean) < 2).any()
+    actions = ppo_jax.load_policy(folder)(observations)
+    assert actions.shape == (100, 1)
+    assert actions.dtype == np.float32
+    np.testing.assert_allclose(actions, np.clip(mean, -2, 2), rtol=1e-5, atol=1e-6)
+    space = gym.make("Pendulum-v1").action_space
+    assert all(action in space for action in actions)
+
+
+# --- after a resume
+
+
+def test_the_best_agent_stays_at_a_resume_though_it_comes_after_the_checkpoint():
+    """A better one takes its place, also at a step before it."""
+    run = dqn_jax.Run(**COUNTER)
+    alg, always = agents_of(run)
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    folder = folder_of(run)
+    saved = checkpoints.Checkpoints(folder)
+    saved.save(100, state, always[0], [])
+    saved.save_if_best(150, always[1], 9.0)
+    resumed = checkpoints.Checkpoints(folder)
+    step, _, _ = resumed.newest(state)
+    assert step == 100
+    assert action_of(folder) == 1
+    resumed.save_if_best(120, always[2], 1.0)
+    assert action_of(folder) == 1
+    resumed.save_if_best(130, always[0], 10.0)
+    assert action_of(folder) == 0
+
+
+def test_an_agent_of_the_checkpoint_or_before_stays_at_a_resume():
+    run = dqn_jax.Run(**COUNTER)
+    alg, always = agents_of(run)
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    folder = folder_of(run)
+    saved = checkpoints.Checkpoints(folder)
+    saved.save_if_best(100, always[1], 3.0)
+    saved.save(100, state, always[0], [])
+    resumed = checkpoints.Checkpoints(folder)
+    resumed.newest(state)
+    assert action_of(folder) == 1
+    resumed.save_if_best(200, always[2], 2.0)
+    assert action_of(folder) == 1
+    resumed.save_if_best(300, always[0], 4.0)
+    assert action_of(folder) == 0
+
+
+# --- where nothing is saved
+
+
+def test_a_checkpoint_interval_of_0_saves_nothing(run_main):
+    small = "--total-timesteps 200 --learning-starts 50 --batch-size 8 --log-interval 50"
+    code, _, err = run_main(dqn_jax, *small.split(), "--checkpoint-interval", "0")
+    assert code == 0, err
+    (folder,) = Path("runs").iterdir()
+    left = sorted(path.name.split(".")[0] for path in folder.iterdir())
+    assert left == ["args", "events"]
+    with pytest.raises(checkpoints.ResumeError, match="has no checkpoint"):
+        dqn_jax.load_policy(folder)
+
+
+def run_alone(*flags):
+    """dqn_jax.py with buffers.py alone, in the folder of the test."""
+    for file in ("dqn_jax.py", "buffers.py"):
+        shutil.copy(ROOT / file, ".")
+    return subprocess.run(
+        [sys.executable, "dqn_jax.py", *flags], capture_output=True, text=True, check=False
+    )
+
+
+def test_without_the_module_nothing_is_saved_and_a_line_says_so():
+    small = "--total-timesteps 200 --learning-starts 50 --batch-size 8 --log-interval 50"
+    done = run_alone(*small.split())
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.strip().splitlines()
+    assert first == "nothing is saved, because checkpoints.py is not beside the script"
+    (folder,) = Path("runs").iterdir()
+    assert last.startswith(f"{folder.absolute()}: mean return of the last episodes")
+    left = sorted(path.name.split(".")[0] for path in folder.iterdir())
+    assert left == ["args", "events"]
+
+
+def test_without_the_module_a_resume_is_a_mistake():
+    done = run_alone("--resume", "runs/some")
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert "checkpoints" in line
+
+
+# --- mistakes
+
+
+def test_a_run_of_another_script_is_named():
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
+    for module in (per_dqn_jax, ppo_jax):
+        with pytest.raises(checkpoints.ResumeError, match="run of another script"):
+            module.load_policy(folder)
+
+
+def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is():
+    Path("empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"args\.json"):
+        dqn_jax.load_policy("empty")
+    assert not any(Path("empty").iterdir())
+
+
+def test_a_video_that_a_run_records_is_not_needed_to_load_its_agent(monkeypatch):
+    """The machine that uses an agent need not have moviepy, or the flags of several processes."""
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
+    saved = json.loads((folder / "args.json").read_text())
+    saved["run"] |= {"capture_video": True, "distributed": "localhost:1,2,0", "track": True}
+    (folder / "args.json").write_text(json.dumps(saved))
+    monkeypatch.setitem(sys.modules, "moviepy", None)
+    assert dqn_jax.load_policy(folder)(OBSERVATIONS).shape == (7,)
