@@ -427,8 +427,9 @@ class PPO:
             values[:-1].ravel(),
             advantage.ravel(),
         )
-        left = jnp.maximum(1 - step / args.total_timesteps, 0) if args.anneal_lr else 1.0
-        learning_rate = jnp.float32(args.learning_rate * left)
+        steps_left = jnp.maximum(args.total_timesteps - step, 0)
+        share = steps_left / args.total_timesteps if args.anneal_lr else 1.0
+        learning_rate = jnp.float32(args.learning_rate * share)
         state, metrics = self.optimize(state, batch, jax.random.fold_in(key, step), learning_rate)
         metrics["charts/learning_rate"] = learning_rate
         if state.observations is not None:  # not before: actions were taken with the old ones

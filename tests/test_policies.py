@@ -332,10 +332,11 @@ def test_without_the_module_nothing_is_saved_and_a_line_says_so():
     assert left == ["args", "events"]
 
 
-def test_without_the_module_a_resume_is_a_mistake():
-    done = run_alone("--resume", "runs/some")
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
+def test_without_the_module_a_resume_is_a_mistake(run_main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "checkpoints", None)
+    code, _, err = run_main(dqn_jax, "--resume", "runs/some")
+    assert code == 2
+    (line,) = err.strip().splitlines()
     assert line.startswith("error: ")
     assert "checkpoints" in line
 
