@@ -376,8 +376,10 @@ def start(program: Program, script: Any) -> tuple[Training, list, Any]:
     first = writers[0] if writers else None
     quiet = None if writers else True  # None: where there is no terminal
     bar = tqdm(initial=begun, total=args.total_timesteps, unit=" steps", disable=quiet)
-    shown: tuple = (bar, begun, time.time(), saved, vault, defaultdict(list), deque(recent))
-    return training, writers, script.Log(folder, first, *shown)
+    scalars: dict = defaultdict(list)
+    now = time.time()
+    log = script.Log(folder, first, bar, begun, now, saved, vault, scalars, deque(recent))
+    return training, writers, log
 
 
 def write_point(writers: list, log: Any, script: Any, step: int, metrics: dict) -> None:
@@ -395,10 +397,7 @@ def write_point(writers: list, log: Any, script: Any, step: int, metrics: dict) 
 def evaluate_agents(
     program: Program, training: Training, step: int, writers: list, log: Any
 ) -> None:
-    """Logs the mean return of each agent without exploration, and keeps the best agent.
-
-    With --capture-video it records an episode of the first agent.
-    """
+    """Logs mean returns without exploration, keeps the best agent, records a video of the first."""
     run = program.run
     script = program.script
     params = program.alg.acting_params(training.agent)
