@@ -84,77 +84,51 @@ class Sample(NamedTuple):
 class Replay(NamedTuple):
     """The functions of `uniform_replay`, `prioritised_replay` and `clustered_replay`.
 
-    In a buffer of items a row is one item. With `num_envs=N` it is one step of N environments, and
-    what is said to be [L, ...] below is [L, N, ...].
-
-    init(item) -> state: empty storage for items like `item`, which is one item of one environment.
-    add(state, item) -> state: one row, an item or [N, ...].
-    add_batch(state, items [L, ...], mask [L] = None) -> state: the rows in order, without those
-      where `mask` is False. Of more than fit the newest are kept.
-    sample(state, key, batch_size) -> Sample: draws with replacement; `batch_size` is static. With
-      nothing to draw: ValueError; inside jit the contents of some slot, with probability 0.
-    add_and_sample(state, items [L, ...], key, batch_size) -> (state, Sample): both in one dispatch.
-    get(state, indices) -> experience [*indices.shape, ...] as `sample` gave it. For an index that
-      has been overwritten: ValueError; inside jit what is in its slot now.
-    update(state, fn, indices=None, *args) -> state: `fn(item, *args) -> item` applied to every
-      item, or to those at `indices` [B], the first ones of windows, with rows of `args` [B, ...].
-      `fn` is static: define it once and pass what changes in `args`. For an index that has been
-      overwritten: ValueError; inside jit it is ignored. One that is given twice is written once.
-    size(state) -> [] int32: items held, over all environments.
-    can_sample(state, min_size=1) -> [] bool: something can be drawn, at least `min_size` are held.
-    set_priorities(state, indices [B], priorities [B]) -> state: of items, or of the windows that
-      start at them, before the exponent, such as abs(TD error) + epsilon; None if the buffer is not
-      prioritised. Indices that have been overwritten are ignored; one that is given twice gets one
-      of its priorities. Negative, infinite or NaN: ValueError; inside jit that row is ignored.
-
     New items of a prioritised buffer get the largest priority that was ever set (before the first,
     1). If all priorities are 0 there is nothing to draw. Of states that `jax.vmap` or `jax.pmap`
     stacked, `size` and `can_sample` give an answer each; the others are called under `jax.vmap`.
     """
 
-    init: Callable
-    add: Callable
-    add_batch: Callable
-    sample: Callable
-    add_and_sample: Callable
-    get: Callable
-    update: Callable
-    size: Callable
-    can_sample: Callable
-    set_priorities: Any = None
+    init: Callable  # (item) -> state
+    add: Callable  # (state, item) -> state
+    add_batch: Callable  # (state, items, mask=None) -> state
+    sample: Callable  # (state, key, batch_size) -> Sample
+    add_and_sample: Callable  # (state, items, key, batch_size) -> (state, Sample)
+    get: Callable  # (state, indices) -> experience
+    update: Callable  # (state, fn, indices=None, *args) -> state
+    size: Callable  # (state) -> [] int32
+    can_sample: Callable  # (state, min_size=1) -> [] bool
+    set_priorities: Any = None  # (state, indices, priorities) -> state; None if not prioritised
     core: Any = None  # the parts that `clustered_replay` makes a buffer of; not for users
+
+    def __repr__(self) -> str:
+        rows, envs, window, period, *_, clusters = self.core.layout
+        sizes = f"max_size={rows * envs}, num_envs={envs}, sequence_length={window}, {period=}"
+        return f"Replay({sizes}, num_clusters={clusters}, prioritised={bool(self.set_priorities)})"
 
 
 class CircularBuffer(NamedTuple):
-    """The functions of `circular_buffer`.
+    """The functions of `circular_buffer`."""
 
-    init(item) -> state, add(state, item) -> state and add_batch(state, items [L, ...],
-      mask [L] = None) -> state: as in `Replay`, of items.
-    pop(state, n) -> (state, items [n, ...]): the n oldest, oldest first; `n` is static. With fewer
-      than n held: ValueError; inside jit all held go, and what follows them is old contents.
-    get(state, indices) -> items [*indices.shape, ...]: 0 is the oldest, size - 1 the newest.
-      Outside that: ValueError; inside jit some slot's contents.
-    update(state, fn, indices=None, *args) -> state: as in `Replay`, of these indices.
-    size(state) -> [] int32. can_add(state, n), can_pop(state, n) -> [] bool: whether n items fit
-      without loss; whether n are held. With these two it is a FIFO queue.
-    """
+    init: Callable  # (item) -> state
+    add: Callable  # (state, item) -> state
+    add_batch: Callable  # (state, items, mask=None) -> state
+    pop: Callable  # (state, n) -> (state, items)
+    get: Callable  # (state, indices) -> items
+    update: Callable  # (state, fn, indices=None, *args) -> state
+    size: Callable  # (state) -> [] int32
+    can_add: Callable  # (state, n) -> [] bool
+    can_pop: Callable  # (state, n) -> [] bool
+    max_size: int
 
-    init: Callable
-    add: Callable
-    add_batch: Callable
-    pop: Callable
-    get: Callable
-    update: Callable
-    size: Callable
-    can_add: Callable
-    can_pop: Callable
+    def __repr__(self) -> str:
+        return f"CircularBuffer(max_size={self.max_size})"
 
 
 # ------------------------------------------------------------------------------------------ checks
 def _is_checked(layout: Layout, *values: Any) -> bool:
     """Whether mistakes in these values are looked for: not in traced ones, unless asked to."""
-    is_traced = any(isinstance(value, Tracer) for value in values)
-    return layout.debug or not is_traced
+    return layout.debug or not any(isinstance(value, Tracer) for value in values)
 
 
 def _check(ok: Any, message: str, **values: Any) -> None:
@@ -169,9 +143,10 @@ def _check(ok: Any, message: str, **values: Any) -> None:
 def _positive(name: str, value: Any) -> int:
     """The value, which must be an int of at least 1."""
     if not isinstance(value, int | np.integer):
+        given = f"an array {jax.typeof(value)}" if isinstance(value, Array) else repr(value)
         raise TypeError(
-            f"{name} must be a Python int, got {value!r}: it sets the shape of an array, so it "
-            "cannot be a traced value (under jit, mark it static)"
+            f"{name} must be a Python int, got {given}: it sets the shape of an array. Did you "
+            "swap two arguments? Under jit, mark it static"
         )
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
@@ -501,10 +476,6 @@ def _has_start(layout: Layout, state: State) -> Array:
     return _starts(layout, state.cursor, state.size)[0] > 0
 
 
-def _as_given(layout: Layout, state: State, given: Array) -> Array:
-    return given
-
-
 class Core(NamedTuple):
     """What makes one kind of buffer. A `state` here is one whose storage is left out."""
 
@@ -514,12 +485,12 @@ class Core(NamedTuple):
     choose: Callable = _uniform  # (layout, state, key, B, cluster [B] or ...) -> Choice
     drawable: Callable = _has_start  # (layout, state) -> is there anything to draw, in each cluster
     set_priorities: Any = None  # (layout, state, indices [B], priorities [B]) -> state
-    meant: Callable = _as_given  # (layout, state, the indices that a user gives) -> those meant
+    meant: Callable = lambda layout, state, i: i  # of indices `i` that a user gives, those meant
     gone: str = "an index is not in the buffer (any more)"
     cluster_axis: tuple = ()  # (-1,) if the counters have an axis K
 
     def init(self, item: PyTree) -> State:
-        """Storage for items like `item`, in which Python scalars have JAX's default dtypes."""
+        """Empty storage for items like `item`: arrays or Python scalars, of one environment."""
         if not tree_leaves(item):
             raise ValueError(f"init: the item has no arrays in it, got {item!r}")
         lead = (self.layout.slots, self.layout.envs)
@@ -528,11 +499,15 @@ class Core(NamedTuple):
         return self.empty()._replace(storage=storage)
 
     def add(self, state: State, item: PyTree) -> State:
+        """The state with one more row: an item, or with `num_envs` a step [N, ...]."""
         _check_state(self, state)
         row = _as_rows(self.layout, "add", state.storage, item, ())
         return self.write(state, row, None)
 
     def add_batch(self, state: State, items: PyTree, mask: Any = None) -> State:
+        """The state with more rows, in order: items [L, ...], or with `num_envs` [L, N, ...]. Those
+        where `mask` [L] bool is False are left out. Of more than fit the newest are kept.
+        """
         _check_state(self, state)
         length = _length(items)
         rows = _as_rows(self.layout, "add_batch", state.storage, items, (length,))
@@ -571,9 +546,8 @@ class Core(NamedTuple):
         _check_state(self, state)
         indices = self.meant(self.layout, state, indices)
         cluster = indices % self.layout.clusters if state.cursor.ndim else ...
-        cursor = state.cursor[cluster]
-        size = state.size[cluster]
-        return _is_held(self.layout, cursor, size, indices // self.layout.clusters, window)
+        index = indices // self.layout.clusters
+        return _is_held(self.layout, state.cursor[cluster], state.size[cluster], index, window)
 
     def update_all(self, state: State, fn: Callable) -> State:
         """`fn` on every item."""
@@ -605,9 +579,11 @@ class Core(NamedTuple):
         return self.set_priorities(self.layout, state, indices.reshape(-1), priorities)
 
     def size(self, state: State) -> Array:
+        """Items held, over all environments: [] int32."""
         return state.size.sum(axis=self.cluster_axis, dtype=int32) * self.layout.envs
 
     def can_sample(self, state: State, min_size: Any = 1) -> Array:
+        """Whether something can be drawn, and at least `min_size` items are held: [] bool."""
         is_drawable = self.drawable(self.layout, state).any(axis=self.cluster_axis)
         return is_drawable & (self.size(state) >= min_size)
 
@@ -625,23 +601,36 @@ def _replay(core: Core, donate: bool) -> Replay:
 
     def check_stored(name: str, state: State, indices: Any, window: int) -> None:
         if _is_checked(core.layout, state.size, indices):
-            ok = are_stored(state, indices, window)
-            _check(ok, f"{name}: {core.gone}", size=state.size)
+            _check(are_stored(state, indices, window), f"{name}: {core.gone}", size=state.size)
 
     def sample(state: State, key: Array, batch_size: int) -> Sample:
+        """Draws `batch_size`, which is static, with replacement. With nothing to draw: ValueError;
+        inside jit the contents of some slot, with probability 0.
+        """
+        count = _positive("sample(state, key, batch_size): batch_size", batch_size)
         check_drawable("sample", state)
-        return sample_in_jit(state, key, _positive("batch_size", batch_size))
+        return sample_in_jit(state, key, count)
 
     def add_and_sample(state: State, items: PyTree, key: Array, batch_size: int) -> Any:
+        """`add_batch` and then `sample`, in one dispatch: (state, Sample)."""
+        count = _positive("add_and_sample(state, items, key, batch_size): batch_size", batch_size)
         check_drawable("add_and_sample", state, items)
-        return add_and_sample_in_jit(state, items, key, _positive("batch_size", batch_size))
+        return add_and_sample_in_jit(state, items, key, count)
 
     def get(state: State, indices: Any) -> PyTree:
+        """What `sample` gave for `indices`, [*indices.shape, ...]; in a circular buffer 0 is the
+        oldest. For an index that is not there (any more): ValueError; inside jit some contents.
+        """
         indices = _as_indices("get", indices)
         check_stored("get", state, indices, core.layout.window)
         return get_in_jit(state, indices)
 
     def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
+        """The state with `fn(item, *args) -> item` applied to every item, or to those at `indices`
+        [B] as in `get`, the first ones of windows, with rows of `args` [B, ...]. `fn` is static:
+        define it once and pass what changes in `args`. For an index that is not in the buffer (any
+        more): ValueError; inside jit it is ignored. One that is given twice is written once.
+        """
         if indices is not None:
             indices = jnp.atleast_1d(_as_indices("update", indices))
             check_stored("update", state, indices, 1)
@@ -670,7 +659,8 @@ def _drawable_check(core: Core) -> Callable:
     layout = core.layout
     size = jax.jit(core.size)
     can_sample = jax.jit(core.can_sample)
-    wanted = f"{layout.window} steps from a multiple of {layout.period}, of a priority above 0"
+    wanted = f"sequence_length={layout.window} steps from a multiple of period={layout.period}"
+    wanted += ", of a priority above 0" if core.set_priorities else ""
 
     @jax.jit
     def after(state: State, items: PyTree) -> State:
@@ -697,10 +687,14 @@ def _drawable_check(core: Core) -> Callable:
 
 
 def _priority_setter(core: Core, jit: Callable) -> Callable:
-    """The public `set_priorities`."""
     set_in_jit = jit(core.weigh)
 
     def set_priorities(state: State, indices: Any, priorities: Any) -> State:
+        """The state with `priorities` [B] of the items, or of the windows that start, at `indices`
+        [B]: before the exponent, such as abs(TD error) + epsilon. Indices that were overwritten are
+        ignored; one that is given twice gets one of its priorities. Negative, infinite or NaN:
+        ValueError; inside jit that row is ignored.
+        """
         indices = _as_indices("set_priorities", indices)
         if not isinstance(priorities, Array):
             priorities = np.asarray(priorities, np.float32)
@@ -748,6 +742,9 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
         return state._replace(size=size), items
 
     def pop(state: RingState, n: int) -> Any:
+        """(state, items [n, ...]): the n oldest, oldest first; `n` is static. With fewer than n
+        held: ValueError; inside jit all held go, and what follows them is old contents.
+        """
         if _positive("n", n) > max_size:
             raise ValueError(f"pop: n is {n}, but at most max_size = {max_size} items are held")
         if _is_checked(layout, state.size):
@@ -757,14 +754,17 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
 
     @jax.jit
     def can_add(state: RingState, n: Any) -> Array:
+        """Whether n more items fit without loss: [] bool."""
         return state.size + n <= max_size
 
     @jax.jit
     def can_pop(state: RingState, n: Any) -> Array:
+        """Whether n items are held: [] bool."""
         return state.size >= n
 
+    add, get, update = ring.add, ring.get, ring.update
     return CircularBuffer(
-        ring.init, ring.add, ring.add_batch, pop, ring.get, ring.update, ring.size, can_add, can_pop
+        ring.init, add, ring.add_batch, pop, get, update, ring.size, can_add, can_pop, max_size
     )
 
 
