@@ -384,7 +384,7 @@ def test_every_block_of_python_is_run_by_a_test():
 
 
 def test_reference_runs_show_what_a_new_run_should_look_like():
-    folders = sorted((ROOT / "runs" / "reference").iterdir())
+    folders = sorted((ROOT / "benchmarks" / "runs").iterdir())
     files = [file for folder in folders for file in folder.iterdir()]
     assert sum(file.stat().st_size for file in files) < 5_000_000
     found = {tuple(folder.name.split("__")[:2]) for folder in folders}
