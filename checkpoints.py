@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -31,25 +31,31 @@ class ResumeError(OSError):
 
 def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
     """The flags that the run in `folder` was started with, as `Run` and `Args` of its script."""
-    text = Path(folder, "args.json").read_text()
+    try:
+        text = Path(folder, "args.json").read_text()
+    except OSError as error:
+        text = "is not the folder of a run, which a script makes in runs/ and has args.json"
+        raise ResumeError(f"resume: {folder} {text}") from error
     with suppress(ValueError, KeyError, TypeError):
         saved = json.loads(text)
         if saved["args"].keys() == asdict(args_class()).keys():
             run = run_class(**saved["run"] | {"distributed": ""})
             return run, args_class(**saved["args"])
-    raise ResumeError(f"{folder} is a run of another script or version")
+    raise ResumeError(f"resume: {folder} is a run of another script or version")
 
 
 def reopen_folder(args: Any, run: Any) -> Path:
     """The folder of --resume; its args.json gets total_timesteps. ResumeError for other changes."""
     folder = Path(run.resume).absolute()
     before, before_args = read_flags(folder, type(run), type(args))
-    if args != replace(before_args, total_timesteps=args.total_timesteps):
-        raise ResumeError("resume: of the algorithm's flags only total_timesteps may change")
-    for name in FIXED:
-        value = getattr(before, name)
-        if getattr(run, name) != value:
-            raise ResumeError(f"resume: {name} must stay {value}")
+    flags = asdict(run) | asdict(args)
+    for name, value in (asdict(before) | asdict(before_args)).items():
+        may_change = name == "total_timesteps" or (hasattr(run, name) and name not in FIXED)
+        if flags[name] != value and not may_change:
+            raise ResumeError(f"resume: {name} must stay {value}, not become {flags[name]}")
+    made = Checkpoints(folder).newest_step()
+    if args.total_timesteps < min(made, before_args.total_timesteps):
+        raise ResumeError(f"resume: {made} steps were made, more than {args.total_timesteps}")
     if jax.process_index() == 0:
         flags = {"run": asdict(before), "args": asdict(args)}
         (folder / "args.json").write_text(json.dumps(flags))
@@ -58,7 +64,7 @@ def reopen_folder(args: Any, run: Any) -> Path:
 
 def write(manager: ocp.CheckpointManager, step: int, items: Any, **metrics: Any) -> None:
     """Writes a checkpoint, if there is none of this step. OSError if the disk is full."""
-    if step in manager.all_steps():
+    if step == 0 or step in manager.all_steps():
         return
     try:
         manager.save(step, args=items, force=True, **metrics)

@@ -115,13 +115,16 @@ class FunctionalEnvs:
         state, rollout = jax.lax.scan(partial(self.step, params), state, (noise, keys, starts))
         return state, rollout._replace(next_observation=state.observation)
 
-    def evaluate(self, params: Any, episodes: int, key: Array, longest_episode: int) -> tuple:
-        """The first episode of as many environments, without exploration.
+    def evaluate(
+        self, params: Any, episodes: int, key: Array, longest_episode: int, explores: bool = False
+    ) -> tuple:
+        """The first episode of as many environments.
 
         Returns their returns [episodes], and whether they ended [episodes] within so many steps.
         """
         no_noise = self.alg.no_noise
         noise = jnp.broadcast_to(no_noise, (episodes, *no_noise.shape))
+        last = self.alg.args.total_timesteps
         steps = min(self.time_limit, longest_episode)
         keys = jax.random.split(key, (steps, episodes))
 
@@ -131,8 +134,11 @@ class FunctionalEnvs:
 
         def step(carry: tuple) -> tuple:
             t, state, returns, over = carry
+            drawn = noise
+            if explores:
+                (drawn,) = self.alg.draw_noise(keys[t, 0], last, (1, episodes))
             no_starts = state.inner  # none is needed, as the first episode is the only one
-            state, row = self.step(params, state, (noise, keys[t], no_starts))
+            state, row = self.step(params, state, (drawn, keys[t], no_starts))
             returns += jnp.where(over, 0, row.reward)
             return t + 1, state, returns, over | row.terminated | row.truncated
 
@@ -149,14 +155,17 @@ def join_processes(how: str) -> None:
     `how` is "auto", what JAX finds out by itself under SLURM, Open MPI and Kubernetes, or
     "ADDRESS,PROCESSES,ID", such as "localhost:12345,2,0".
     """
+    heeded = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it waits, Ctrl-C ends it
     try:
         if how == "auto":
             jax.distributed.initialize()
         else:
             address, processes, own_id = how.split(",")
+            print(f"process {own_id} waits at {address} for all {processes} of them", flush=True)
             jax.distributed.initialize(address, int(processes), int(own_id))
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(f"distributed: {error}") from error
+    signal.signal(signal.SIGINT, heeded)
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the end
 
@@ -271,7 +280,7 @@ class Program:
     def iterate(self, training: Training, step: Array) -> tuple[Training, dict]:
         """The iteration of an agent that begins at `step`: a rollout, and learning from it."""
         noise_key, env_key, learn_key = jax.random.split(training.key, 3)
-        noise = self.alg.draw_noise(noise_key, step)
+        noise = self.alg.draw_noise(noise_key, step, self.alg.rollout_shape)
         params = self.alg.acting_params(training.agent)
         env_key = jax.random.fold_in(env_key, step)
         envs, rollout = self.envs.collect(training.envs, params, noise, env_key)
@@ -303,10 +312,12 @@ class Program:
         # No key of training is one that 2**31 was folded into.
         key = jax.random.PRNGKey(np.uint32(self.run.seed % 2**32))
         key = jax.random.fold_in(key, 2**31)
-        return self.envs.evaluate(params, self.run.eval_episodes, key, self.script.LONGEST_EPISODE)
+        run = self.run
+        longest = self.script.LONGEST_EPISODE
+        return self.envs.evaluate(params, run.eval_episodes, key, longest, run.eval_explores)
 
     def evaluate(self, params: Any) -> np.ndarray:
-        """The mean return of each agent [num_seeds] without exploration."""
+        """The mean return of each agent [num_seeds]."""
         returns, over = self.evaluate_all(params)
         if not np.all(over):
             tqdm.write(
@@ -315,17 +326,18 @@ class Program:
         return np.asarray(returns).mean(axis=1)
 
 
-def recent_returns(intervals: deque) -> np.ndarray:
+def recent_returns(intervals: deque, before: Any) -> np.ndarray:
     """Mean returns [num_seeds] of the last 100 or more episodes, in whole log intervals.
 
-    `intervals` are `ended` of Training [num_seeds, 3], the newest first. NaN if no episode ended.
+    `intervals` are `ended` of Training [num_seeds, 3], the newest first; the mean returns are
+    `before` [num_seeds] where no episode ended.
     """
     total = np.zeros_like(intervals[0])
     for ended in intervals:
         total = total + ended
         if total[:, 0].min() >= 100:
             break
-    return total[:, 1] / np.where(total[:, 0] > 0, total[:, 0], np.nan)
+    return np.where(total[:, 0] > 0, total[:, 1] / np.maximum(total[:, 0], 1), before)
 
 
 def open_folder(args: Any, run: Any, script: Any) -> Path:
@@ -348,14 +360,14 @@ def any_process(condition: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.bool_(condition)).any())
 
 
-def start(program: Program, script: Any) -> tuple[Training, list, Any]:
+def start(program: Program, script: Any, signals: Any) -> tuple[Training, list, Any]:
     """Training of a run that begins or goes on, its event files [num_seeds], the script's Log."""
     run = program.run
     args = program.alg.args
     training = program.start()
     folder = open_folder(args, run, script)
     begun = 0
-    recent: list = []
+    recent = [math.nan] * run.num_seeds
     saved: Any = None
     if run.checkpoint_interval > 0 or run.resume:
         import checkpoints
@@ -377,8 +389,9 @@ def start(program: Program, script: Any) -> tuple[Training, list, Any]:
     quiet = None if writers else True  # None: where there is no terminal
     bar = tqdm(initial=begun, total=args.total_timesteps, unit=" steps", disable=quiet)
     scalars: dict = defaultdict(list)
+    returns = deque(recent)
     now = time.time()
-    log = script.Log(folder, first, bar, begun, now, saved, vault, scalars, deque(recent))
+    log = script.Log(folder, first, bar, begun, now, saved, vault, scalars, returns, signals)
     return training, writers, log
 
 
@@ -397,15 +410,13 @@ def write_point(writers: list, log: Any, script: Any, step: int, metrics: dict) 
 def evaluate_agents(
     program: Program, training: Training, step: int, writers: list, log: Any
 ) -> None:
-    """Logs mean returns without exploration, keeps the best agent, records a video of the first."""
+    """Logs mean returns in an evaluation, keeps the best agent, records a video of the first."""
     run = program.run
     script = program.script
     params = program.alg.acting_params(training.agent)
-    if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(params)):
-        tqdm.write(f"{step:,} steps: parameters are not finite, training has diverged")
     if run.eval_episodes > 0:
         scores = program.evaluate(params)
-        tqdm.write(f"{step:,} steps: return {scores.mean():.1f} without exploration")
+        tqdm.write(f"{step:,} steps: return {script.shown(scores.mean())} in an evaluation")
         for writer, score in zip(writers, scores, strict=False):  # only the first process has them
             script.write_metrics(writer, step, {"eval/episodic_return": score})
         if log.checkpoints is not None:
@@ -413,7 +424,7 @@ def evaluate_agents(
             log.checkpoints.save_if_best(step, program.one_agent(params, best), scores[best])
     if run.capture_video:
         first = program.one_agent(params, 0)
-        script.evaluate(program.alg, run, first, 1, f"{log.folder}/videos/{step}")
+        script.evaluate(program.alg, run, first, 1, f"{log.folder}/videos/{step}", log.signals)
 
 
 def train(alg: Any, run: Any, script: Any, signals: Any) -> tuple[Any, np.ndarray, Path]:
@@ -424,7 +435,7 @@ def train(alg: Any, run: Any, script: Any, signals: Any) -> tuple[Any, np.ndarra
     if getattr(alg.args, "save_experience", False) and not is_alone:
         raise script.UsageError("save_experience: only that of one agent in one process is kept")
     program = Program(alg, run, script)
-    training, writers, log = start(program, script)
+    training, writers, log = start(program, script, signals)
     run_interval = program.compile(training)
     interval = math.ceil(run.log_interval / alg.steps_per_iteration) * alg.steps_per_iteration
     intervals: deque = deque(maxlen=1_000)  # `ended` of each, the newest first
@@ -438,22 +449,24 @@ def train(alg: Any, run: Any, script: Any, signals: Any) -> tuple[Any, np.ndarra
             steps = np.arange(step, end, alg.steps_per_iteration, dtype=np.int32)
             training, metrics = run_interval(training, steps)
             intervals.appendleft(np.asarray(training.ended))
+            recent = recent_returns(intervals, log.recent)
             log.recent.clear()
-            log.recent.extend(recent_returns(intervals))
+            log.recent.extend(recent)
             write_point(writers, log, script, end, metrics)
+            params = alg.acting_params(training.agent)
+            script.check_finite(log, end, params)
             if log.vault is not None:
                 log.vault.write(training.agent.replay)
             interrupted = any_process(len(signals) > 0)
+            if interrupted and not signals:  # the signal came to another process
+                signals.append(signal.SIGTERM)
             stops = interrupted or end >= alg.args.total_timesteps
             if stops or script.is_due(run.checkpoint_interval, step, end):
-                params = program.one_agent(alg.acting_params(training.agent), 0)
-                script.save(log, end, (training, params, metrics))
+                script.save(log, end, (training, program.one_agent(params, 0), metrics))
             if stops:
                 break
             if script.is_due(run.eval_interval, step, end):
                 evaluate_agents(program, training, end, writers, log)
         if not interrupted:
             evaluate_agents(program, training, end, writers, log)
-        elif not signals:  # the signal came to another process
-            signals.append(signal.SIGTERM)
     return training.agent, np.array(log.recent), log.folder

@@ -1,8 +1,11 @@
-"""What images as observations need: the network of Mnih et al. 2015, and stacks of frames.
+"""What images need: the network of Mnih et al. 2015, stacks of frames, a first look at a video.
 
-A script imports this module where observations are images, or with --frame-stack.
+A script imports this module where observations are images, with --frame-stack, and with
+--capture-video.
 """
 
+import os
+from contextlib import closing
 from typing import Any
 
 import flax.linen as nn
@@ -123,3 +126,19 @@ class FrameStack(gym.vector.VectorWrapper):
         stack = np.concatenate([older, newest], axis=1)
         self.older = stack[:, 1:].copy()
         return stack
+
+
+def draw_frame(env_id: str, env_kwargs: dict) -> None:
+    """Draws an environment once, so that a run whose video would fail does not begin.
+
+    Raises gymnasium.error.Error where there is no screen, moviepy or way to draw it.
+    """
+    os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # pygame looks for loudspeakers otherwise
+    try:
+        import moviepy  # noqa: F401  needed when the video is written
+
+        with closing(gym.make(env_id, render_mode="rgb_array", **env_kwargs)) as env:
+            env.reset()
+            env.render()
+    except Exception as error:
+        raise gym.error.Error(f"capture_video: cannot draw {env_id}: {error}") from error

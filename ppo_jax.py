@@ -1,4 +1,4 @@
-"""PPO on Gymnasium environments: Schulman et al. 2017, arXiv 1707.06347, the clipped variant.
+"""PPO, the clipped variant: Schulman et al. 2017, arXiv 1707.06347.
 
     python ppo_jax.py --env-id CartPole-v1 --num-envs 64
     python ppo_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10
@@ -6,7 +6,7 @@
 In an iteration N environments make S steps with the same parameters, which are then updated:
 
     for each iteration:                                                     # train
-        noise = draw_noise(key, step)
+        noise = draw_noise(key, step, rollout_shape)
         for each of S steps:                                                # collect_rollout
             action = act(params, observation, noise)
             observation, reward, terminated, truncated = envs.step(action)
@@ -244,11 +244,13 @@ class PPO:
     acts_while_learning = False  # rollouts are collected with the newest parameters
 
     def __init__(self, args: Args, observation_space: Any, action_space: Any) -> None:
-        self.is_box = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
+        is_vector = isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1
+        self.is_box = is_vector and np.issubdtype(action_space.dtype, np.floating)
         if not self.is_box and not isinstance(action_space, gym.spaces.Discrete):
-            raise UsageError(f"PPO takes Discrete actions or a Box [A], not {action_space}")
+            raise UsageError(f"PPO takes Discrete actions or a Box [A] of floats: {action_space}")
         self.args = args
         self.action_space = action_space
+        self.rollout_shape = (args.num_steps, args.num_envs)
         self.steps_per_iteration = args.num_envs * args.num_steps
         if self.steps_per_iteration % args.num_minibatches > 0:
             raise UsageError("num_minibatches must divide num_envs * num_steps")
@@ -263,7 +265,7 @@ class PPO:
         self.split_batch = lambda batch: batch  # compiled.py may split it over devices
         # Compiled for this object, so that the programs go when it goes.
         self.act = jax.jit(self.act)
-        self.draw_noise = jax.jit(self.draw_noise)
+        self.draw_noise = jax.jit(self.draw_noise, static_argnums=2)
 
     def optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
         """Adam with clipped gradients, at a learning rate that may change from step to step."""
@@ -293,11 +295,10 @@ class PPO:
         """The state of a resumed run, whose environments start anew."""
         return state._replace(discounted=jnp.zeros_like(state.discounted))
 
-    def draw_noise(self, key: Array, step: Any) -> Array:
-        """Noise of the rollout [S, N, A] that begins at `step`: normal, or Gumbel for logits."""
+    def draw_noise(self, key: Array, step: Any, shape: tuple[int, int]) -> Array:
+        """Noise [S, N, A] of steps from `step` on: normal, or Gumbel for logits."""
         draw = jax.random.normal if self.is_box else jax.random.gumbel
-        shape = (self.args.num_steps, self.args.num_envs, *self.no_noise.shape)
-        return draw(jax.random.fold_in(key, step), shape)
+        return draw(jax.random.fold_in(key, step), shape + self.no_noise.shape)
 
     def acting_params(self, state: State) -> tuple:
         """The part of a state that `act` needs."""
@@ -442,12 +443,14 @@ class PPO:
 
 
 Algorithm = PPO
+ENV_ID = "CartPole-v1"  # of a run without --env-id
 
 
 # === common to all scripts ===
 #
-# It uses of an algorithm: args, example, no_noise, steps_per_iteration, acts_while_learning, init,
-# cut_episodes_off, draw_noise, acting_params, act, to_env_action, train_step; stored, to keep it.
+# It uses of an algorithm: args, example, no_noise, rollout_shape, steps_per_iteration,
+# acts_while_learning, init, cut_episodes_off, draw_noise, acting_params, act, to_env_action,
+# train_step; and `stored`, to keep experience.
 
 LONGEST_EPISODE = 30_000  # steps of an evaluation; episodes of Atari have up to 27,000
 
@@ -461,7 +464,7 @@ class Run:
     """Flags of the experiment. Many seeds, devices or processes need an environment in JAX."""
 
     exp_name: str = Path(__file__).stem  # part of the folder's name
-    env_id: str = "CartPole-v1"  # a registered Gymnasium environment; module:id imports the module
+    env_id: str = ENV_ID  # a registered environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports it
     env_kwargs: str = "{}"  # arguments of the environment in JSON, such as {"continuous": true}
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
     seed: int = 1  # seed of the environments, the exploration, the network and the learning
@@ -470,7 +473,8 @@ class Run:
     distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
     log_interval: int = 1_000  # steps between two points of the charts
     eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
-    eval_episodes: int = 10  # episodes of an evaluation, without exploration; 0: no evaluation
+    eval_episodes: int = 10  # episodes of an evaluation; 0: no evaluation
+    eval_explores: bool = False  # evaluate with the exploration that training ends with
     capture_video: bool = False  # record one more episode at each evaluation
     checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
     resume: str = ""  # folder of a run to go on with; its flags are the defaults of the others
@@ -500,6 +504,7 @@ class Log(NamedTuple):
     vault: Any  # experience on disk, None without --save-experience
     scalars: dict[str, list]  # numbers since the last point of the charts, which shows their means
     recent: deque  # returns of the last 100 episodes
+    signals: Sequence[int]  # that have come to end the run
 
 
 def make_envs(args: Args, run: Run, num_envs: int, videos: str = "") -> VectorEnv:
@@ -520,11 +525,23 @@ def make_envs(args: Args, run: Run, num_envs: int, videos: str = "") -> VectorEn
                     singles, envs = envs, singles
                 singles.close()
     except Exception as error:
-        raise UsageError(f"{run.env_id} with env_kwargs {run.env_kwargs}: {error}") from error
+        flags = f"--env-id {run.env_id} --env-kwargs '{run.env_kwargs}'"
+        error.add_note(f"in {flags}")
+        theirs = (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError)
+        is_of_kwargs = re.search("unexpected keyword argument|must be a mapping", str(error))
+        if not isinstance(error, theirs) and not is_of_kwargs:
+            raise
+        hint = ""
+        if isinstance(error, gym.error.NamespaceNotFound | gym.error.NameNotFound):
+            hint = " --env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module."
+        raise UsageError(f"{flags}: {error}{hint}") from error
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"{run.env_id}: its autoreset_mode must be NEXT_STEP")
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        raise UsageError(f"{run.env_id}: observations must be a Box, see docs/environments.md")
+        envs = gym.wrappers.vector.FlattenObservation(envs)
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        space = envs.single_observation_space
+        raise UsageError(f"{run.env_id}: observations {space} cannot be flattened to a Box")
     if args.frame_stack > 1:
         import images
 
@@ -538,25 +555,36 @@ def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # `act` takes a third of the time
     flags = asdict(args) | asdict(run)
     for name, value in flags.items():
-        least = 0 if name in ("seed", "eval_episodes", "checkpoint_interval") else 1
+        may_be_0 = ("seed", "eval_episodes", "checkpoint_interval", "learning_starts")
+        least = 0 if name in may_be_0 else 1
         if type(value) is int and not least <= value < 2**31:
             raise UsageError(f"{name} must be from {least} to 2**31 - 1, not {value}")
-    if run.capture_video:
-        import moviepy  # noqa: F401  because without it the run should not begin
     look = run if run.vectorization == "auto" else replace(run, vectorization="sync")
     with closing(make_envs(args, look, 1)) as envs:
         alg = Algorithm(args, envs.single_observation_space, envs.single_action_space)
+    space: Any = envs.unwrapped.single_observation_space
+    is_flattened = len(space.shape or ()) != 1
+    if is_flattened and alg.example.observation.dtype == np.uint8:
+        import images
+
+        is_flattened = not images.are_images(alg.example.observation[None])
+    if is_flattened:
+        tqdm.write(f"observations {space} are flattened for the network")
     longest_gap = run.log_interval + alg.steps_per_iteration  # between two points of the charts
+    spec: Any = envs.spec
     if flags.get("save_experience") and longest_gap > flags["buffer_size"]:
         raise UsageError(f"save_experience: for log_interval buffer_size must be >= {longest_gap}")
-    spec: Any = envs.spec
-    if run.capture_video and spec.kwargs["vectorization_mode"] == "vector_entry_point":
-        raise UsageError(f"capture_video: the vector version of {run.env_id} is never drawn")
+    if run.capture_video:
+        import images
+
+        images.draw_frame(run.env_id, json.loads(run.env_kwargs))
     (single,) = getattr(envs.unwrapped, "envs", [envs])
-    if look is run and hasattr(single.unwrapped, "func_env") and not spec.additional_wrappers:
+    is_in_jax = hasattr(single.unwrapped, "func_env") and isinstance(space, gym.spaces.Box)
+    if look is run and is_in_jax and not spec.additional_wrappers:
         return alg, True
     if run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
-        raise UsageError(f"{run.env_id} is not compiled: no num_seeds, num_devices, distributed")
+        how = "start a run for each seed instead, see docs/scale.md"
+        raise UsageError(f"num_seeds, num_devices, distributed: {run.env_id} is not in JAX; {how}")
     return alg, False
 
 
@@ -606,18 +634,25 @@ def greedy_action(alg: Algorithm, params: Any, observation: Any) -> np.ndarray:
     return alg.to_env_action(np.asarray(alg.act(params, observation, no_noise)))
 
 
-def evaluate(alg: Algorithm, run: Run, params: Any, episodes: int, videos: str = "") -> np.ndarray:
-    """Returns [episodes] of the first episode of as many environments, without exploration."""
+def evaluate(
+    alg: Any, run: Run, params: Any, episodes: int, videos: str = "", signals: Sequence[int] = ()
+) -> np.ndarray:
+    """Returns [episodes] of the first episode of as many environments; a signal ends them."""
     returns = np.zeros(episodes)
     over = np.zeros(episodes, bool)
+    seed = environment_seed(run, 0, evaluation=True)
+    noise: Any = np.stack([alg.no_noise] * episodes)
     with closing(make_envs(alg.args, run, episodes, videos)) as envs:
-        observation, _ = envs.reset(seed=environment_seed(run, 0, evaluation=True))
-        for _ in range(LONGEST_EPISODE):
-            action = greedy_action(alg, params, observation)
+        observation, _ = envs.reset(seed=seed)
+        for t in range(LONGEST_EPISODE):
+            if run.eval_explores:
+                key = jax.random.PRNGKey(seed + t)
+                (noise,) = alg.draw_noise(key, alg.args.total_timesteps, (1, episodes))
+            action = alg.to_env_action(np.asarray(alg.act(params, observation, noise)))
             observation, reward, terminated, truncated, _ = envs.step(action)
             returns += np.where(over, 0, reward)
             over |= terminated | truncated
-            if over.all():
+            if over.all() or signals:
                 return returns
     tqdm.write(f"an evaluation cuts off episodes after {LONGEST_EPISODE:,} steps")
     return returns
@@ -647,10 +682,16 @@ def open_folder(args: Args, run: Run) -> Path:
         import wandb
 
         name = folder.name
-        wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
+        try:
+            wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
+        except wandb.Error as error:
+            raise UsageError(f"track: {error}") from error
     if not run.resume:
         folder.mkdir(parents=True)
         (folder / "args.json").write_text(json.dumps(flags))
+    seeds = f"{run.num_seeds} agents (steps and speed are of each), " if run.num_seeds > 1 else ""
+    device = jax.devices()[0].device_kind
+    tqdm.write(f"{folder}: {seeds}{args.num_envs} x {run.env_id}, {device}")
     return folder
 
 
@@ -671,6 +712,13 @@ def write_metrics(writer: Any, step: int, metrics: dict) -> None:
     writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
 
 
+def shown(number: Any) -> str:
+    """Four significant digits, or all those of a whole number."""
+    if math.isnan(number):
+        return "none yet"
+    return f"{number:.4g}" if abs(number) < 1000 else f"{number:.0f}"
+
+
 def write_point(log: Log, step: int, metrics: dict) -> None:
     """Writes metrics and the means of `scalars`; shows how far training is, in a bar or lines."""
     log.recent.extend(log.scalars["charts/episodic_return"])
@@ -678,7 +726,7 @@ def write_point(log: Log, step: int, metrics: dict) -> None:
     log.scalars.clear()
     speed = (step - log.begun) / (time.time() - log.start_time)
     write_metrics(log.writer, step, metrics | means | {"charts/SPS": speed})
-    text = f"return {np.mean(log.recent or math.nan):.1f}"
+    text = f"return {shown(np.mean(log.recent or math.nan))}"
     if log.bar.disable and 20 * step // log.bar.total > 20 * log.bar.n // log.bar.total:
         print(f"{step:,} steps, {speed:,.0f} a second, {text}", flush=True)
     log.bar.n = step
@@ -690,7 +738,14 @@ def is_due(interval: int, step: int, end: int) -> bool:
     return interval > 0 and end // interval > step // interval
 
 
-def start(alg: Any, run: Run, envs: VectorEnv, key: Array) -> tuple[State, EnvState, Log]:
+def check_finite(log: Log, step: int, params: Any) -> None:
+    """Ends training that has diverged, before it is saved over what was good."""
+    if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(params)):
+        text = f"parameters are not finite at step {step:,}"
+        raise FloatingPointError(f"{log.folder}: training has diverged, {text}")
+
+
+def start(alg: Any, run: Run, envs: VectorEnv, key: Array, signals: Sequence[int]) -> tuple:
     """State, EnvState and Log of a run that begins or goes on."""
     state = jax.jit(alg.init)(key)
     folder = open_folder(alg.args, run)
@@ -716,28 +771,33 @@ def start(alg: Any, run: Run, envs: VectorEnv, key: Array) -> tuple[State, EnvSt
     valid = np.ones(envs.num_envs, bool)
     env_state = EnvState(observation, valid, unfinished=np.zeros((2, envs.num_envs)))
     returns = deque(recent, maxlen=100)
-    log = Log(folder, writer, bar, begun, time.time(), saved, vault, defaultdict(list), returns)
+    scalars: dict = defaultdict(list)
+    log = Log(folder, writer, bar, begun, time.time(), saved, vault, scalars, returns, signals)
     return state, env_state, log
 
 
 def save(log: Log, step: int, learned: tuple) -> None:
     """Saves the State, and apart from it what `act` needs, unless nothing of the run is saved."""
+    state, params, _ = learned
+    check_finite(log, step, params)
     if log.checkpoints is not None:
-        log.checkpoints.save(step, learned[0], learned[1], log.recent)
+        log.checkpoints.save(step, state, params, log.recent)
+        if log.signals:
+            tqdm.write(f"interrupted at step {step:,} and saved: --resume {log.folder} goes on")
 
 
 def evaluate_agent(alg: Algorithm, run: Run, params: Any, step: int, log: Log) -> None:
-    """Logs the mean return without exploration, keeps the best agent, and records a video."""
-    if not all(np.isfinite(x).all() for x in jax.tree.leaves(params)):
-        tqdm.write(f"{step:,} steps: parameters are not finite, training has diverged")
+    """Logs the mean return in an evaluation, keeps the best agent, and records a video."""
     if run.eval_episodes > 0:
-        score = evaluate(alg, run, params, run.eval_episodes).mean()
-        tqdm.write(f"{step:,} steps: return {score:.1f} without exploration")
+        score = evaluate(alg, run, params, run.eval_episodes, signals=log.signals).mean()
+        if log.signals:
+            return tqdm.write(f"the evaluation at step {step:,} was interrupted")
+        tqdm.write(f"{step:,} steps: return {shown(score)} in an evaluation")
         write_metrics(log.writer, step, {"eval/episodic_return": score})
         if log.checkpoints is not None:
             log.checkpoints.save_if_best(step, params, score)
     if run.capture_video:
-        evaluate(alg, run, params, 1, f"{log.folder}/videos/{step}")
+        evaluate(alg, run, params, 1, f"{log.folder}/videos/{step}", log.signals)
 
 
 def train(args: Args, run: Run, signals: Sequence[int] = ()) -> tuple[State, np.ndarray, Path]:
@@ -749,7 +809,7 @@ def train(args: Args, run: Run, signals: Sequence[int] = ()) -> tuple[State, np.
         return compiled.train(alg, run, sys.modules[__name__], signals)
     init_key, noise_key, learn_key = jax.random.split(jax.random.PRNGKey(run.seed), 3)
     envs = make_envs(args, run, args.num_envs)
-    state, env_state, log = start(alg, run, envs, init_key)
+    state, env_state, log = start(alg, run, envs, init_key, signals)
     params = jax.tree.map(jnp.copy, alg.acting_params(state))
     learn = jax.jit(alg.train_step, donate_argnums=0)  # writes over the state, not over `params`
     with closing(envs), closing(log.writer), ThreadPoolExecutor(max_workers=1) as thread:
@@ -757,11 +817,11 @@ def train(args: Args, run: Run, signals: Sequence[int] = ()) -> tuple[State, np.
         end = log.begun
         for step in range(log.begun, args.total_timesteps, alg.steps_per_iteration):
             end = step + alg.steps_per_iteration
-            noise = np.asarray(alg.draw_noise(noise_key, step))
+            noise = np.asarray(alg.draw_noise(noise_key, step, alg.rollout_shape))
             try:
                 rollout, env_state = collect_rollout(alg, envs, params, env_state, noise, log)
             except Exception as error:
-                error.add_note(f"in {run.env_id} at step {step}")
+                error.add_note(f"in {run.env_id} at step {step} of {log.folder}")
                 save(log, step, learning.result())
                 raise
             state, params, metrics = learning.result()  # from the rollout before this one
@@ -772,6 +832,7 @@ def train(args: Args, run: Run, signals: Sequence[int] = ()) -> tuple[State, np.
             stops = end >= args.total_timesteps or len(signals) > 0
             if stops or is_due(run.log_interval, step, end):
                 write_point(log, end, metrics)
+                check_finite(log, end, params)
                 if log.vault is not None:
                     log.vault.write(learning.result()[0].replay)
             if stops or is_due(run.checkpoint_interval, step, end):
@@ -787,8 +848,9 @@ def train(args: Args, run: Run, signals: Sequence[int] = ()) -> tuple[State, np.
 
 
 def main() -> None:
-    """The command line; exit code 2 for a mistake in the flags, 130 after Ctrl-C or SIGTERM."""
-    parse = partial(tyro.cli, Flags, description=__doc__, config=[tyro.conf.OmitArgPrefixes])
+    """The command line. Exit code 1: it has diverged; 2: a mistake; 130: Ctrl-C or SIGTERM."""
+    what = __doc__.partition("\n\nIn an iteration")[0]
+    parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
     signals: list[int] = []
     try:
         run, args = parse()
@@ -806,10 +868,17 @@ def main() -> None:
                 run, args = parse(default=Flags(*checkpoints.read_flags(run.resume, Run, Args)))
             checkpoints.note_signals(signals, run)  # after JAX, which has handlers of its own
         _, returns, folder = train(args, run, signals)
-    except (UsageError, ImportError, OSError) as error:
-        print(f"error: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
-        sys.exit(2)
-    print(f"{folder}: mean return of the last episodes", *np.round(returns, 1))
+    except (UsageError, gym.error.Error, ImportError, OSError, FloatingPointError) as error:
+        if hasattr(error, "__notes__"):  # it was raised by the environment
+            raise
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            is_ours = error.name in ("images", "vault", "compiled", "checkpoints")
+            hint = f": copy {error.name}.py along" if is_ours else f": pip install {error.name}"
+        print(f"error: {error}{hint}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+    seeds = (f"{shown(x)} (seed {run.seed + i})" for i, x in enumerate(returns))
+    print(f"{folder}: mean return of the last episodes", ", ".join(seeds))
     sys.exit(130 if signals else 0)
 
 
