@@ -1,0 +1,693 @@
+"""sac_jax.py: a gradient step against NumPy, the policy's density against SciPy's, actions and
+their bounds, what is learned against known values, and runs that are wrong or go on.
+"""
+
+import signal
+from types import SimpleNamespace
+
+import flax.linen as nn
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import slow
+from events import read_events
+from scipy.stats import kstest, norm
+
+import compiled
+import sac_jax
+from sac_jax import SAC, Args, Run, Step, train
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def box(*bounds):
+    """The space of actions with the bounds (low, high) of each axis."""
+    low, high = np.float32(bounds).T
+    return gym.spaces.Box(low, high)
+
+
+def make(args, features=1, action_space=None):
+    """The algorithm for observations [features]."""
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (features,), np.float32)
+    return SAC(args, observation_space, action_space or box((-1, 1)))
+
+
+# --- a gradient step, written once more in NumPy with float64
+
+
+def layers_of(params, network=...):
+    """[(kernel, bias)] of the layers in float64; of one of two stacked networks."""
+    layers = params["params"]
+    layers = [layers[f"Dense_{i}"] for i in range(len(layers))]
+    return [
+        (np.float64(layer["kernel"])[network], np.float64(layer["bias"])[network])
+        for layer in layers
+    ]
+
+
+def forward(layers, x):
+    """The outputs of the heads above two hidden layers, and the inputs of all layers."""
+    inputs = [x]
+    for kernel, bias in layers[:2]:
+        inputs.append(np.maximum(inputs[-1] @ kernel + bias, 0))
+    return [inputs[2] @ kernel + bias for kernel, bias in layers[2:]], inputs
+
+
+def backward(layers, inputs, slopes):
+    """Gradients [(kernel, bias)] of a loss with these slopes at the heads, and that at x."""
+    x, first, second = inputs
+    gradients = [(second.T @ slope, slope.sum(axis=0)) for slope in slopes]
+    slope = sum(s @ kernel.T for s, (kernel, _) in zip(slopes, layers[2:], strict=True))
+    slope = slope * (second > 0)
+    gradients.insert(0, (first.T @ slope, slope.sum(axis=0)))
+    slope = (slope @ layers[1][0].T) * (first > 0)
+    gradients.insert(0, (x.T @ slope, slope.sum(axis=0)))
+    return gradients, slope @ layers[0][0].T
+
+
+def log_cosh(u):
+    return np.logaddexp(u, -u) - np.log(2)
+
+
+def plain_policy(actor, observation, noise):
+    """Actions, their log-probabilities, and what the gradient needs."""
+    (mean, raw), inputs = forward(actor, observation)
+    std = np.exp(-5 + 0.5 * (2 - -5) * (np.tanh(raw) + 1))
+    u = mean + std * noise
+    log_prob = norm.logpdf(u, mean, std) + 2 * log_cosh(u)  # tanh'(u) is 1 / cosh(u)**2
+    return np.tanh(u), log_prob.sum(axis=1), (inputs, raw, std)
+
+
+def plain_q(critics, observation, action):
+    """Q(s, a) [2, B], and what the gradient needs."""
+    x = np.concatenate([observation, action], axis=1)
+    results = [forward(critic, x) for critic in critics]
+    return np.stack([heads[0][:, 0] for heads, _ in results]), [inputs for _, inputs in results]
+
+
+def plain_transitions(window, n_step, gamma):
+    """Reward, discount and next observation of each window, in a loop."""
+    rewards, discounts, last = [], [], []
+    for b in range(len(window.reward)):
+        total = 0.0
+        for t in range(n_step):
+            total += gamma**t * window.reward[b, t]
+            if window.terminated[b, t] or window.truncated[b, t]:
+                break
+        rewards.append(total)
+        discounts.append(0 if window.terminated[b, t] else gamma ** (t + 1))
+        last.append(window.observation[b, t + 1])
+    return np.float64(rewards), np.float64(discounts), np.float64(last)
+
+
+class PlainAdam:
+    """Adam of a list of arrays, epsilon 1e-8, from where another has come to."""
+
+    def __init__(self, learning_rate, count, mean, square):
+        self.rate, self.count = learning_rate, int(count)
+        self.mean, self.square = mean, square
+
+    def step(self, params, gradients):
+        self.count += 1
+        self.mean = [0.9 * m + 0.1 * g for m, g in zip(self.mean, gradients, strict=True)]
+        self.square = [0.999 * v + 1e-3 * g**2 for v, g in zip(self.square, gradients, strict=True)]
+        new = []
+        for x, m, v in zip(params, self.mean, self.square, strict=True):
+            m = m / (1 - 0.9**self.count)
+            v = v / (1 - 0.999**self.count)
+            new.append(x - self.rate * m / (np.sqrt(v) + 1e-8))
+        return new
+
+
+def flat(layers):
+    return [array for layer in layers for array in layer]
+
+
+def pairs(arrays):
+    return list(zip(arrays[::2], arrays[1::2], strict=True))
+
+
+class PlainSAC:
+    """What a State has, in float64, and how a gradient step changes it."""
+
+    def __init__(self, args, state):
+        self.args = args
+        self.critics = [layers_of(state.critics, k) for k in range(2)]
+        self.targets = [layers_of(state.target_critics, k) for k in range(2)]
+        self.actor = layers_of(state.policy.params["actor"])
+        self.log_alpha = float(state.policy.params["log_alpha"])
+        (count, mu, nu), _ = state.critic_opt_state
+        self.critic_adams = []
+        for k in range(2):
+            moments = flat(layers_of(mu, k)), flat(layers_of(nu, k))
+            self.critic_adams.append(PlainAdam(args.q_lr, count, *moments))
+        adams = state.policy.opt_state.inner_states
+        count, mu, nu = adams["actor"].inner_state[0]
+        moments = flat(layers_of(mu["actor"])), flat(layers_of(nu["actor"]))
+        self.actor_adam = PlainAdam(args.policy_lr, count, *moments)
+        count, mu, nu = adams["log_alpha"].inner_state[0]
+        moments = [np.float64(mu["log_alpha"])], [np.float64(nu["log_alpha"])]
+        self.alpha_adam = PlainAdam(args.q_lr, count, *moments)
+
+    def update_critics(self, window, noise):
+        """The losses [2] and mean values [2]."""
+        reward, discount, last = plain_transitions(window, self.args.n_step, self.args.gamma)
+        action, log_prob, _ = plain_policy(self.actor, last, noise)
+        next_q = plain_q(self.targets, last, action)[0].min(axis=0)
+        target = reward + discount * (next_q - np.exp(self.log_alpha) * log_prob)
+        valid = window.valid[:, 0]
+        observation, action = np.float64(window.observation[:, 0]), np.float64(window.action[:, 0])
+        q, inputs = plain_q(self.critics, observation, action)
+        for k in range(2):
+            slope = 2 * (q[k] - target) * valid / valid.sum()
+            gradient, _ = backward(self.critics[k], inputs[k], [slope[:, None]])
+            new = self.critic_adams[k].step(flat(self.critics[k]), flat(gradient))
+            self.critics[k] = pairs(new)
+        return ((q - target) ** 2)[:, valid].mean(axis=1), q[:, valid].mean(axis=1)
+
+    def update_policy(self, window, noise):
+        """The losses of actor and alpha."""
+        valid = window.valid[:, 0]
+        weight = valid / valid.sum()
+        observation = np.float64(window.observation[:, 0])
+        action, log_prob, (inputs, raw, std) = plain_policy(self.actor, observation, noise)
+        q, q_inputs = plain_q(self.critics, observation, action)
+        alpha = np.exp(self.log_alpha)
+        actor_loss = (weight * (alpha * log_prob - q.min(axis=0))).sum()
+        alpha_loss = alpha * (weight * (-log_prob + action.shape[1])).sum()
+        at_action = 0
+        for k in range(2):
+            slope = -weight * (q.argmin(axis=0) == k)
+            _, at_input = backward(self.critics[k], q_inputs[k], [slope[:, None]])
+            at_action = at_action + at_input[:, observation.shape[1] :]
+        # With the noise held, log_prob changes with u by 2 tanh(u) and with log_std by -1.
+        at_u = at_action * (1 - action**2) + alpha * weight[:, None] * 2 * action
+        at_log_std = at_u * std * noise - alpha * weight[:, None]
+        at_raw = at_log_std * 3.5 * (1 - np.tanh(raw) ** 2)
+        gradient, _ = backward(self.actor, inputs, [at_u, at_raw])
+        self.actor = pairs(self.actor_adam.step(flat(self.actor), flat(gradient)))
+        (self.log_alpha,) = self.alpha_adam.step([self.log_alpha], [alpha_loss])
+        return actor_loss, alpha_loss
+
+    def update_targets(self):
+        for k in range(2):
+            old, new = flat(self.targets[k]), flat(self.critics[k])
+            tau = self.args.tau
+            mixed = [(1 - tau) * a + tau * b for a, b in zip(old, new, strict=True)]
+            self.targets[k] = pairs(mixed)
+
+
+def relative_error(got, expected):
+    """Of lists of arrays, taken as one vector."""
+    got = np.concatenate([np.ravel(x) for x in got])
+    expected = np.concatenate([np.ravel(x) for x in expected])
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+
+
+def assert_same_step(before, after, expected):
+    """Layers have moved as expected; float32 knows the small differences to about 1e-5."""
+    moved = [a - b for a, b in zip(flat(after), flat(before), strict=True)]
+    wanted = [a - b for a, b in zip(flat(expected), flat(before), strict=True)]
+    assert relative_error(moved, wanted) < 1e-4
+
+
+def assert_same_adam(after, expected):
+    """So that the gradients were the same."""
+    assert after.count == expected.count
+    assert relative_error(after.mean, expected.mean) < 1e-5
+    assert relative_error(after.square, expected.square) < 1e-5
+
+
+def assert_same_state(before, after, plain):
+    """All that a gradient step changes has moved as in NumPy."""
+    for k in range(2):
+        assert_same_step(before.critics[k], after.critics[k], plain.critics[k])
+        assert_same_step(before.targets[k], after.targets[k], plain.targets[k])
+        assert_same_adam(after.critic_adams[k], plain.critic_adams[k])
+    if plain.actor_adam.count > before.actor_adam.count:
+        assert_same_step(before.actor, after.actor, plain.actor)
+        moved = after.log_alpha - before.log_alpha
+        np.testing.assert_allclose(moved, plain.log_alpha - before.log_alpha, rtol=1e-4)
+    else:
+        jax.tree.map(np.testing.assert_array_equal, after.actor, before.actor)
+        assert after.log_alpha == before.log_alpha
+    assert_same_adam(after.actor_adam, plain.actor_adam)
+    assert_same_adam(after.alpha_adam, plain.alpha_adam)
+
+
+def random_window(rng, rows, steps, features, actions):
+    """Windows of steps, a fifth of which terminate, a fifth are truncated, a fifth only reset."""
+    ends = rng.random((rows, steps))
+    window = Step(
+        observation=rng.normal(size=(rows, steps, features)).astype(np.float32),
+        action=rng.uniform(-1, 1, (rows, steps, actions)).astype(np.float32),
+        reward=rng.normal(size=(rows, steps)).astype(np.float32),
+        terminated=ends < 0.2,
+        truncated=(ends > 0.2) & (ends < 0.4),
+        valid=ends < 0.8,
+    )
+    first = (window.terminated[:, 0], window.truncated[:, 0], ~window.valid[:, 0])
+    assert min(kind.sum() for kind in first) > 3
+    return window
+
+
+def with_windows(args, features, action_space):
+    """The algorithm, whose replay gives the windows that are put in the place of its state."""
+    alg = make(args, features, action_space)
+    alg.replay = SimpleNamespace(
+        init=lambda item: None,
+        sample=lambda windows, key, rows: SimpleNamespace(experience=windows),
+    )
+    return alg
+
+
+@pytest.mark.parametrize("n_step", [slow(1), 3])
+def test_gradient_steps_against_numpy(n_step):
+    """Three of the critics, of which the first and the third are followed by two of the policy."""
+    rng = np.random.default_rng(n_step)
+    rows, features, actions = 64, 5, 3
+    args = Args(n_step=n_step, tau=0.05, batch_size=rows, gamma=0.9)
+    alg = with_windows(args, features, box((-1, 1), (-2, 2), (0, 5)))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    targets = jax.jit(alg.init)(jax.random.PRNGKey(1)).critics  # not those of the critics
+    policy = state.policy._replace(params=state.policy.params | {"log_alpha": jnp.float32(-0.7)})
+    state = state._replace(target_critics=targets, policy=policy)
+    gradient_step = jax.jit(alg.gradient_step)
+    for update in range(3):
+        window = random_window(rng, rows, n_step + 1, features, actions)
+        key = jax.random.PRNGKey(10 + update)
+        before = PlainSAC(args, state)
+        plain = PlainSAC(args, state)
+        policy_losses = np.asarray(state.policy.losses)
+        state, metrics = gradient_step(state._replace(replay=window), key, update)
+        after = PlainSAC(args, state)
+        # The same in NumPy, with the same noise.
+        _, critic_key, policy_key = jax.random.split(key, 3)
+        noise = np.float64(jax.random.normal(critic_key, (rows, actions)))
+        losses, values = plain.update_critics(window, noise)
+        if update % 2 == 0:
+            for key in jax.random.split(policy_key, 2):
+                noise = np.float64(jax.random.normal(key, (rows, actions)))
+                policy_losses = plain.update_policy(window, noise)
+        plain.update_targets()
+        assert_same_state(before, after, plain)
+        expected = {
+            "losses/qf1_loss": losses[0],
+            "losses/qf2_loss": losses[1],
+            "losses/qf_loss": losses.mean(),
+            "losses/qf1_values": values[0],
+            "losses/qf2_values": values[1],
+            "losses/actor_loss": policy_losses[0],
+            "losses/alpha_loss": policy_losses[1],
+            "losses/alpha": np.exp(plain.log_alpha),
+        }
+        assert metrics.keys() == expected.keys()
+        for tag, value in expected.items():
+            np.testing.assert_allclose(metrics[tag], value, rtol=1e-5, atol=1e-5, err_msg=tag)
+
+
+def test_a_batch_of_resets_changes_nothing():
+    """Nor does it divide by zero."""
+    args = Args(n_step=3, tau=0.05, batch_size=64, gamma=0.9)
+    alg = with_windows(args, 5, box((-1, 1), (-2, 2), (0, 5)))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    window = random_window(np.random.default_rng(0), 64, 4, 5, 3)
+    window = window._replace(valid=np.zeros_like(window.valid))
+    after, metrics = jax.jit(alg.gradient_step)(
+        state._replace(replay=window), jax.random.PRNGKey(1), 0
+    )
+    jax.tree.map(np.testing.assert_array_equal, after.critics, state.critics)
+    jax.tree.map(np.testing.assert_array_equal, after.policy.params, state.policy.params)
+    assert {float(value) for value in metrics.values()} == {0.0, 1.0}  # alpha is 1
+
+
+# --- the policy and its actions
+
+
+def with_gaussian(mean, log_std):
+    """The algorithm, whose actor gives this mean and log deviation [A] for any observation."""
+    alg = make(Args(), action_space=box(*[(-1, 1)] * len(mean)))
+    mean, log_std = np.float32(mean), np.float32(log_std)
+    alg.actor = SimpleNamespace(
+        apply=lambda params, x: tuple(np.broadcast_to(y, (len(x), len(y))) for y in (mean, log_std))
+    )
+    return alg
+
+
+def test_log_probability_is_that_of_scipy():
+    """Far out, too, where tanh is 1 in float32."""
+    mean, log_std = [0.5, -1.0, 0.0], [-1.0, 0.3, 2.0]
+    alg = with_gaussian(mean, log_std)
+    noise = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+    noise[:4] *= 20
+    action, log_prob = alg.sample_actions(None, np.zeros((1000, 1)), noise)
+    u = mean + np.exp(log_std) * noise
+    expected = norm.logpdf(u, mean, np.exp(log_std)) + 2 * log_cosh(u)
+    assert np.abs(u).max() > 100
+    np.testing.assert_allclose(log_prob, expected.sum(axis=1), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(action, np.tanh(u), rtol=1e-4)
+    slope = jax.grad(lambda noise: alg.sample_actions(None, noise, noise)[1].sum())(noise)
+    assert np.isfinite(slope).all()
+
+
+def test_density_of_actions_integrates_to_one():
+    alg = with_gaussian([0.4], [-0.7])
+    noise = np.linspace(-8, 8, 4001, dtype=np.float32)[:, None]
+    action, log_prob = alg.sample_actions(None, noise, noise)
+    np.testing.assert_allclose(np.trapezoid(np.exp(log_prob), action[:, 0]), 1, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_actions_reach_the_bounds_and_never_leave_them(dtype):
+    rng = np.random.default_rng(0)
+    low = np.array([-1, -2, 0, 0.1, -0.3, 1e-8, -3e38, 5], dtype)
+    high = np.array([1, 2, 5, 0.3, 0.7, 1e8, 3e38, 5], dtype)  # the last axis is a point
+    space = gym.spaces.Box(low, high, dtype=dtype)
+    alg = make(Args(), action_space=space)
+    ends = np.float32([-1, 0, 1])[:, None].repeat(8, axis=1)
+    expected = [low, low / 2 + high / 2, high]
+    np.testing.assert_allclose(alg.to_env_action(ends), expected, rtol=1e-6)
+    for action in rng.uniform(-1, 1, (1000, 8)).astype(np.float32):
+        assert space.contains(alg.to_env_action(action))
+    compiled_action = jax.jit(alg.to_env_action)(jnp.asarray(ends))
+    np.testing.assert_allclose(compiled_action, expected, rtol=1e-6)
+    # The policy stays in the box whatever it sees.
+    params = jax.jit(lambda key: alg.acting_params(alg.init(key)))(jax.random.PRNGKey(0))
+    noise = np.array(alg.draw_noise(jax.random.PRNGKey(1), 50_000, (1, 100)))[0]
+    noise[:, 0] *= 100
+    actions = alg.act(params, rng.normal(scale=1e6, size=(100, 1)).astype(np.float32), noise)
+    assert np.abs(actions).max() == 1
+    for action in np.asarray(actions):
+        assert space.contains(alg.to_env_action(action))
+
+
+def test_random_actions_until_learning_starts():
+    """They are uniform; then the policy acts by its noise, and without noise by its mean."""
+    args = Args(num_envs=4, learning_starts=400)
+    alg = make(args, action_space=box((-1, 1), (0, 3)))
+    draw = jax.vmap(alg.draw_noise, in_axes=(None, 0, None))
+    key = jax.random.PRNGKey(0)
+    noise = np.asarray(draw(key, np.arange(0, 400, 4), (1, 4)))
+    assert noise.shape == (100, 1, 4, 2, 2)
+    assert kstest(noise[..., 0, :].ravel(), "norm").pvalue > 0.01
+    assert kstest(noise[..., 1, :].ravel(), "uniform", args=(-1, 2)).pvalue > 0.01
+    params = alg.acting_params(jax.jit(alg.init)(key))
+    observation = np.float32([[0.3], [-2.0], [0.0], [9.0]])
+    action = alg.act(params, observation, noise[0, 0])
+    np.testing.assert_array_equal(action, noise[0, 0, :, 1])
+    later = np.asarray(alg.draw_noise(key, 400, (1, 4)))[0]
+    assert np.isnan(later[:, 1]).all()
+    mean, log_std = alg.actor.apply(params, observation)
+    assert ((log_std > -5) & (log_std < 2)).all()
+    expected = np.tanh(mean + np.exp(log_std) * later[:, 0])
+    np.testing.assert_allclose(alg.act(params, observation, later), expected, rtol=1e-4)
+    greedy = alg.act(params, observation, np.stack([alg.no_noise] * 4))
+    np.testing.assert_allclose(greedy, np.tanh(mean), rtol=1e-5)
+
+
+# --- what is learned
+
+
+class Target(gym.Env):
+    """Three states, observed one-hot; in the end zeros are seen.
+
+    target: one step, reward -(action - 2)**2 for an action from 1 to 5.
+    ends: three states, reward 1 a step, terminates.
+    goes: one state, reward 1 a step, truncated after three steps.
+    """
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (3,), np.float32)
+    action_space = box((1, 5))
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def _observe(self):
+        return np.eye(4, 3, dtype=np.float32)[self.time if self.kind == "ends" else 0]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.time += 1
+        if self.kind == "target":
+            return self._observe(), -((float(action[0]) - 2) ** 2), True, False, {}
+        is_over = self.time == 3
+        ends = self.kind == "ends"
+        return self._observe(), 1.0, is_over and ends, is_over and not ends, {}
+
+
+gym.register("Target-v0", Target)
+
+
+class Quadratic(nn.Module):
+    """Q(s, a) that is a parabola in the action, another one for each state."""
+
+    @nn.compact
+    def __call__(self, observation, action):
+        powers = [observation, observation * action, observation * action**2]
+        return nn.Dense(1)(jnp.concatenate(powers, axis=-1))[:, 0]
+
+
+class Linear(nn.Module):
+    """One Gaussian for each state."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, observation):
+        return nn.Dense(self.num_actions)(observation), nn.Dense(self.num_actions)(observation)
+
+
+@pytest.fixture
+def simple_networks(monkeypatch):
+    """They can have the right values exactly, and learn them in little time."""
+    monkeypatch.setattr(sac_jax, "Critic", Quadratic)
+    monkeypatch.setattr(sac_jax, "Actor", Linear)
+
+
+PROBE = dict(
+    total_timesteps=4_000,
+    num_envs=8,
+    train_frequency=2,
+    learning_starts=1_000,
+    batch_size=64,
+    buffer_size=6_000,
+    gamma=0.5,
+    tau=0.1,
+    policy_lr=3e-3,
+    q_lr=3e-2,
+)
+
+
+def learned(kind, **flags):
+    """The algorithm and the State after training with PROBE's flags and these."""
+    args = Args(**PROBE | flags)
+    env_kwargs = f'{{"kind": "{kind}"}}'
+    run = Run(env_id="Target-v0", env_kwargs=env_kwargs, eval_episodes=0, checkpoint_interval=0)
+    state, _, _ = train(args, run)
+    return sac_jax.set_up(args, run)[0], state
+
+
+def q_of(alg, state, actions, states=1):
+    """Q(s, a) [2, states, actions] of both critics, for the network's actions."""
+    rows = states * len(actions)
+    observation = np.eye(3, dtype=np.float32)[:states].repeat(len(actions), axis=0)
+    action = np.tile(np.float32(actions), states).reshape(rows, 1)
+    return alg.q_values(state.critics, observation, action).reshape(2, states, len(actions))
+
+
+def entropy_of(alg, state):
+    """The policy's entropy in the first state."""
+    noise = alg.draw_noise(jax.random.PRNGKey(0), 10_000, (1, 10_000))[0, :, 0]
+    observation = np.eye(3, dtype=np.float32)[:1].repeat(10_000, axis=0)
+    _, log_prob = alg.sample_actions(state.policy.params["actor"], observation, noise)
+    return -log_prob.mean()
+
+
+ACTIONS = [-0.9, -0.3, 0.0, 0.8]
+
+
+def test_it_learns_the_best_action_and_the_values_of_all(simple_networks):
+    """Actions from 1 to 5 are -1 to 1 to the networks: the best one, 2, is -0.5."""
+    alg, state = learned("target", total_timesteps=6_000)
+    values = -((3 + 2 * np.array(ACTIONS) - 2) ** 2)
+    np.testing.assert_allclose(q_of(alg, state, ACTIONS), [[values]] * 2, atol=0.02)
+    observation = np.eye(3, dtype=np.float32)[:1]
+    best = alg.act(state.policy.params["actor"], observation, alg.no_noise[None])
+    np.testing.assert_allclose(alg.to_env_action(best), 2, atol=0.05)
+    # Alpha has brought the entropy to minus the number of axes.
+    np.testing.assert_allclose(entropy_of(alg, state), -1, atol=0.05)
+
+
+ENDS = ("ends", [1.75, 1.5, 1.0])
+GOES = ("goes", [2.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "n_step"), [slow(*ENDS, 1), (*ENDS, 3), (*GOES, 1), slow(*GOES, 3)]
+)
+def test_values_at_both_kinds_of_end(kind, values, n_step, simple_networks):
+    """Without entropy: a time limit is bootstrapped over, an end is not."""
+    alg, state = learned(kind, autotune=False, alpha=0.0, n_step=n_step)
+    assert state.policy.params["log_alpha"] == -np.inf
+    expected = np.broadcast_to(np.reshape(values, (-1, 1)), (2, len(values), 4))
+    np.testing.assert_allclose(q_of(alg, state, ACTIONS, len(values)), expected, atol=0.01)
+
+
+def test_the_value_has_the_entropy_of_later_steps(simple_networks):
+    """Q = 1 + gamma (Q + alpha H) is constant, 2 + alpha H if gamma is 0.5."""
+    alg, state = learned("goes", autotune=False, alpha=0.5)
+    entropy = entropy_of(alg, state)
+    assert 0.6 < entropy < np.log(2)  # nearly uniform in [-1, 1], as the reward is constant
+    np.testing.assert_allclose(q_of(alg, state, ACTIONS), 2 + 0.5 * entropy, atol=0.05)
+
+
+def test_the_policy_makes_as_many_steps_as_the_critics(simple_networks):
+    """Two, after every second one; with many seeds this stays a branch."""
+    args = Args(num_envs=4, train_frequency=2, learning_starts=32, batch_size=8, buffer_size=100)
+    alg = make(args)
+    assert alg.rollout_shape == (1, 4)
+    rollout = jax.tree.map(lambda x: np.zeros((1, 4, *x.shape), x.dtype), alg.example)
+    rollout = rollout._replace(valid=np.ones((1, 4), bool), next_observation=np.zeros((4, 1)))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    train_step = jax.jit(alg.train_step)
+    for step in range(0, 52, 4):
+        state, params, metrics = train_step(state, rollout, jax.random.PRNGKey(1), step)
+        learns = step + 4 > 32
+        assert metrics["charts/gradient_steps"] == 2 * learns
+        assert np.isnan(metrics["losses/qf_loss"]) == (not learns)
+    jax.tree.map(np.testing.assert_array_equal, params, state.policy.params["actor"])
+    adams = state.policy.opt_state.inner_states
+    counts = [adams[name].inner_state[0].count for name in ("actor", "log_alpha")]
+    assert [int(state.critic_opt_state[0].count), *counts] == [10, 10, 10]
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    rollouts = jax.tree.map(lambda x: np.stack([x, x]), rollout)
+    keys = jax.random.split(jax.random.PRNGKey(0))
+    both = jax.vmap(alg.train_step, in_axes=(0, 0, 0, None))
+    assert "cond[" in str(jax.make_jaxpr(both)(states, rollouts, keys, 48))
+
+
+# --- runs
+
+
+class Actions(gym.Env):
+    """Any space of actions."""
+
+    observation_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def __init__(self, space):
+        self.action_space = {
+            "unbounded": gym.spaces.Box(-np.inf, np.inf, (2,)),
+            "half": gym.spaces.Box(np.float32([0, -1]), np.float32([1, np.inf])),
+            "whole": gym.spaces.Box(0, 3, (2,), np.int32),
+            "matrix": gym.spaces.Box(-1, 1, (2, 2)),
+        }[space]
+
+
+gym.register("Actions-v0", Actions)
+
+
+@pytest.mark.parametrize("space", ["discrete", "unbounded", "half", "whole", "matrix"])
+def test_other_actions_are_a_usage_error(space, run_main, tmp_path):
+    flags = ["--env-id", "Actions-v0", "--env-kwargs", f'{{"space": "{space}"}}']
+    if space == "discrete":
+        flags = ["--env-id", "CartPole-v1"]
+    code, out, err = run_main(sac_jax, *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        "error: SAC takes actions of a Box [A] of floats with finite bounds, not "
+    )
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", ["--learning-starts 255", "--total-timesteps 5000"])
+def test_learning_starts_is_checked(flags, run_main, tmp_path):
+    code, out, err = run_main(sac_jax, *flags.split())
+    assert (code, out) == (2, "")
+    assert "must be from batch_size 256 to total_timesteps" in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert make(Args(learning_starts=0)).learning_starts == 256
+
+
+SMALL = dict(learning_starts=64, batch_size=16, buffer_size=400, num_envs=2, train_frequency=4)
+
+
+def test_a_run_on_pendulum_has_the_charts_of_cleanrl(run_main):
+    """With all that changes the shape of a rollout; its actions are those of the network."""
+    flags = dict(frame_stack=2, n_step=2, clip_rewards=True)
+    args = Args(total_timesteps=480, **SMALL, **flags)
+    state, returns, folder = train(args, Run(log_interval=40, eval_episodes=1))
+    assert state.replay.storage.observation.shape == (200, 2, 3)
+    assert np.abs(state.replay.storage.action).max() <= 1
+    assert set(np.unique(state.replay.storage.reward)) <= {-1, 0}
+    assert -2_000 < returns[0] < 0
+    scalars, text = read_events(folder)
+    losses = {tag for tag in scalars if tag.startswith("losses/")}
+    names = "qf1_values qf2_values qf1_loss qf2_loss qf_loss actor_loss alpha alpha_loss"
+    assert losses == {f"losses/{name}" for name in names.split()}
+    assert {len(scalars[tag]) for tag in losses} == {11}  # the first point was before learning
+    assert "|env_id|Pendulum-v1|" in text
+
+
+@pytest.mark.parametrize("networks", ["simple", slow("real")])
+def test_a_compiled_run_goes_on_bit_for_bit(networks, request, monkeypatch):
+    """A signal comes in its third log interval."""
+    if networks == "simple":
+        request.getfixturevalue("simple_networks")
+    args = Args(total_timesteps=360, **SMALL)
+    run = dict(env_id="phys2d/Pendulum-v0", num_seeds=2, log_interval=60, eval_episodes=0)
+    whole, returns, folder = train(args, Run(exp_name="whole", **run))
+    signals = []
+    write_point = compiled.write_point
+
+    def stop_at_step_180(*what):
+        if what[3] == 180:
+            signals.append(signal.SIGTERM)
+        write_point(*what)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled, "write_point", stop_at_step_180)
+        _, _, half = train(args, Run(exp_name="half", **run), signals)
+    resumed, same_returns, _ = train(args, Run(exp_name="half", resume=str(half), **run))
+    jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+    np.testing.assert_array_equal(returns, same_returns)
+    for name in (".", "seed_2"):
+        expected, _ = read_events(folder / name)
+        got, _ = read_events(half / name)
+        assert expected.pop("charts/SPS") != got.pop("charts/SPS")
+        assert got == expected
+
+
+def test_an_ordinary_run_goes_on_with_its_agent(simple_networks):
+    args = Args(total_timesteps=200, **SMALL)
+    run = Run(eval_episodes=1)
+    _, _, folder = train(args, run)
+    longer = Args(total_timesteps=300, **SMALL)
+    state, _, _ = train(longer, Run(eval_episodes=1, resume=str(folder)))
+    assert int(state.critic_opt_state[0].count) == (300 - 64) / 4
+    actions = sac_jax.load_policy(folder)(np.float32([[1, 0, 0], [-1, 0, 8]]))
+    assert actions.shape == (2, 1)
+    assert np.abs(actions).max() <= 2
+
+
+@pytest.mark.parametrize("env_id", [slow("phys2d/Pendulum-v0"), slow("Pendulum-v1")])
+def test_pendulum(env_id, optimised):
+    """A policy that does not swing it up has about -1200."""
+    args = Args(total_timesteps=6_000, learning_starts=1_000, buffer_size=6_000)
+    run = Run(env_id=env_id, eval_interval=10_000)
+    _, _, folder = train(args, run)
+    scalars, _ = read_events(folder)
+    ((step, score),) = scalars["eval/episodic_return"]
+    assert step == 6_000
+    assert score > -250
