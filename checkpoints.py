@@ -145,9 +145,12 @@ def truncate_episodes(replay: Any) -> Any:
     last = (replay.cursor - 1) % rows
     before = (replay.cursor - 2) % rows
     unfinished = steps.valid[before] & ~steps.terminated[before]
-    truncated = steps.truncated.at[before].set(unfinished)
-    valid = steps.valid.at[last].set(False)
-    return replay._replace(storage=steps._replace(truncated=truncated, valid=valid))
+    steps = steps._replace(
+        terminated=steps.terminated.at[last].set(False),
+        truncated=steps.truncated.at[before].set(unfinished).at[last].set(False),
+        valid=steps.valid.at[last].set(False),
+    )
+    return replay._replace(storage=steps)
 
 
 def note_signals(signals: list[int], run: Any) -> None:
