@@ -1,7 +1,7 @@
 """DQN with prioritised replay: Schaul et al. 2016, arXiv 1511.05952.
 
     python per_dqn_jax.py --env-id CartPole-v1 --num-envs 8
-    python per_dqn_jax.py --env-id phys2d/CartPole-v1 --num-envs 8 --num-seeds 10
+    python per_dqn_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10
 
 In an iteration N environments make S steps with the same parameters, which are then updated:
 

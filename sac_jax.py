@@ -1,7 +1,7 @@
-"""SAC: Haarnoja et al. 2018, "Soft actor-critic algorithms and applications", arXiv 1812.05905.
+"""SAC, soft actor-critic: Haarnoja et al. 2018, arXiv 1812.05905.
 
     python sac_jax.py --env-id Pendulum-v1 --total-timesteps 20000
-    python sac_jax.py --env-id phys2d/Pendulum-v0 --total-timesteps 20000 --num-seeds 5
+    python sac_jax.py --env-id phys2d/Pendulum-v0 --num-seeds 5
 
 In an iteration N environments make S steps with the same parameters, which are then updated:
 

@@ -1,0 +1,391 @@
+"""Environments as users have them, with mistakes in them or observations that are no vector: what
+a run says, how it ends, and how it is evaluated.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import environments  # noqa: F401  registers the environments
+import gymnasium as gym
+import jax
+import numpy as np
+import pytest
+from environments import Counter
+from events import ROOT, read_events
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Sequence, Tuple
+
+import checkpoints
+import dqn_jax
+import per_dqn_jax
+import ppo_jax
+import sac_jax
+from vault import Vault
+
+SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
+SMALL_PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=1, update_epochs=1)
+COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def one_line(result, code=2):
+    """The one line on stderr of a command that ended with this exit code."""
+    given, _, err = result
+    (line,) = err.strip().splitlines()
+    assert given == code
+    return line
+
+
+# --- mistakes
+
+
+class Mistaken(Counter):
+    def __init__(self):
+        {}["lenght"]
+
+
+class WithoutFile(Counter):
+    def step(self, action):
+        Path("level.xml").read_text()
+
+
+class WholeActions(Counter):
+    action_space = Box(0, 5, (2,), np.int64)
+
+
+gym.register("Mistaken-v0", Mistaken)
+gym.register("WithoutFile-v0", WithoutFile)
+gym.register("WholeActions-v0", WholeActions)
+
+
+def test_a_mistake_in_an_environment_keeps_its_traceback():
+    with pytest.raises(KeyError, match="lenght") as caught:
+        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(env_id="Mistaken-v0"))
+    assert caught.value.__notes__ == ["in --env-id Mistaken-v0 --env-kwargs '{}'"]
+
+
+def test_a_missing_file_of_an_environment_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppo_jax.py", "--env-id", "WithoutFile-v0"])
+    with pytest.raises(FileNotFoundError, match=r"level\.xml") as caught:
+        ppo_jax.main()
+    assert caught.value.__notes__[0].startswith("in WithoutFile-v0 at step 0 of /")
+
+
+def test_how_a_module_is_named_is_said_where_an_environment_is_not_found(run_main):
+    line = one_line(run_main(dqn_jax, "--env-id", "NoSuch/Thing-v0"))
+    assert "--env-id MODULE:ID, such as ale_py:ALE/Pong-v5" in line
+
+
+def test_whole_numbers_as_continuous_actions_are_a_mistake(run_main):
+    assert "a Box [A] of floats" in one_line(run_main(ppo_jax, "--env-id", "WholeActions-v0"))
+
+
+def test_when_learning_starts_is_said_with_the_limits(run_main):
+    line = one_line(run_main(dqn_jax, "--total-timesteps", "4000"))
+    assert "10000 must be from batch_size 128 to total_timesteps 4000 - 1" in line
+
+
+def test_learning_starts_0_is_the_batch_size():
+    args = dqn_jax.Args(**SMALL_DQN | {"learning_starts": 0})
+    alg, _ = dqn_jax.set_up(args, dqn_jax.Run(**COUNTER))
+    assert alg.learning_starts == 8
+
+
+def test_what_the_folder_of_a_run_is_is_said_to_who_resumes_another(run_main):
+    assert "is not the folder of a run" in one_line(run_main(dqn_jax, "--resume", "nowhere"))
+
+
+def test_fewer_steps_than_were_made_change_nothing(run_main):
+    args = dqn_jax.Args(**SMALL_DQN)
+    _, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
+    before = (folder / "args.json").read_text()
+    line = one_line(run_main(dqn_jax, "--resume", str(folder), "--total-timesteps", "150"))
+    assert line == "error: resume: 200 steps were made, more than 150"
+    assert (folder / "args.json").read_text() == before
+
+
+def test_a_login_that_is_missing_is_one_line(run_main, monkeypatch):
+    class LoginError(Exception):
+        pass
+
+    def init(**_):
+        raise LoginError("use `wandb login`")
+
+    fake = types.SimpleNamespace(Error=LoginError, init=init)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert one_line(run_main(ppo_jax, "--track")) == "error: track: use `wandb login`"
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax, ppo_jax, sac_jax])
+def test_the_help_fits_80_columns(script, run_main, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run_main(script, "--help")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_module_that_was_not_copied_is_named(tmp_path):
+    for name in ("dqn_jax", "buffers"):
+        (tmp_path / f"{name}.py").write_text((ROOT / f"{name}.py").read_text())
+    hidden = "import sys; sys.modules['compiled'] = None; sys.argv[0] = 'dqn_jax.py'"
+    start = "import dqn_jax; dqn_jax.main()"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{hidden}; {start}", "--env-id", "phys2d/CartPole-v1"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stderr.strip().endswith(": copy compiled.py along")
+
+
+# --- observations
+
+
+class Observes(gym.Env):
+    """Shows one observation for ever."""
+
+    action_space = Discrete(2)
+
+    def __init__(self, space, observation):
+        self.observation_space = space
+        self.observation = observation
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation, {}
+
+    def step(self, action):
+        return self.observation, 1.0, False, False, {}
+
+
+PIXELS = np.arange(12, dtype=np.float32).reshape(3, 4)
+OBSERVATIONS = {
+    "Discrete": (Discrete(4, start=2), np.int64(3), [0, 1, 0, 0]),
+    "MultiBinary": (MultiBinary(3), np.int8([1, 0, 1]), [1, 0, 1]),
+    "Dict": (
+        Dict({"where": Box(-1, 1, (2,)), "door": Discrete(2)}),
+        {"door": np.int64(1), "where": np.float32([0.5, -0.25])},
+        [0, 1, 0.5, -0.25],
+    ),
+    "Tuple": (
+        Tuple([Discrete(2), Box(-1, 1, (1,))]),
+        (np.int64(0), np.float32([0.5])),
+        [1, 0, 0.5],
+    ),
+    "Image": (Box(0, 12, (3, 4)), PIXELS, PIXELS),
+    "Small": (Box(0, 255, (3, 4), np.uint8), np.uint8(PIXELS), np.uint8(PIXELS)),
+}
+for kind, (space, observation, _) in OBSERVATIONS.items():
+    given = {"space": space, "observation": observation}
+    how = {"max_episode_steps": 5, "disable_env_checker": True}  # it dislikes the same object
+    gym.register(f"Observes{kind}-v0", Observes, kwargs=given, **how)
+of_any_length = {"space": Sequence(Box(0, 1, (1,))), "observation": ()}
+gym.register("ObservesSequence-v0", Observes, kwargs=of_any_length)
+
+
+@pytest.mark.parametrize("kind", OBSERVATIONS)
+def test_observations_that_are_no_vector_are_flattened_and_that_is_said(kind, capsys):
+    space, _, flat = OBSERVATIONS[kind]
+    run = dqn_jax.Run(env_id=f"Observes{kind}-v0", eval_episodes=0)
+    state, _, _ = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
+    said = f"observations {space} are flattened for the network" in capsys.readouterr().out
+    assert said == (kind != "MultiBinary")  # which is a vector
+    stored = np.asarray(state.replay.storage.observation[:100, 0])
+    np.testing.assert_array_equal(stored, np.broadcast_to(flat, stored.shape))
+
+
+def test_observations_of_varying_length_are_a_mistake(run_main):
+    line = one_line(run_main(dqn_jax, "--env-id", "ObservesSequence-v0"))
+    assert "cannot be flattened" in line
+
+
+# --- what a run says
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.01234567, "0.01235"), (21.456, "21.46"), (500.0, "500"), (12345.6, "12346")],
+)
+def test_returns_are_shown_with_four_digits(number, text):
+    assert dqn_jax.shown(number) == text
+
+
+class Endless(Counter):
+    def step(self, action):
+        return np.zeros(3, np.float32), 1.0, False, False, {}
+
+
+gym.register("Endless-v0", Endless)
+
+
+def test_before_an_episode_ends_no_return_is_shown(run_main):
+    flags = "--total-timesteps 200 --learning-starts 0 --batch-size 8 --eval-episodes 0"
+    _, out, _ = run_main(dqn_jax, *flags.split(), "--env-id", "Endless-v0")
+    assert "return none yet" in out
+    assert "nan" not in out
+
+
+def test_the_last_line_says_which_seed_has_which_return(run_main):
+    flags = "--num-envs 4 --num-steps 16 --num-minibatches 1 --total-timesteps 2048"
+    more = "--env-id phys2d/CartPole-v1 --num-seeds 2 --seed 7 --eval-episodes 0"
+    _, out, _ = run_main(ppo_jax, *flags.split(), *more.split())
+    first, *_, last = out.strip().splitlines()
+    assert "2 agents (steps and speed are of each), 4 x phys2d/CartPole-v1" in first
+    assert last.endswith("(seed 8)")
+    assert " (seed 7), " in last
+
+
+# --- evaluation
+
+
+class CountsOnes(gym.Env):
+    """The return is how often action 1 was taken in 100 steps."""
+
+    observation_space = Box(-1, 1, (1,))
+    action_space = Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), float(action), False, False, {}
+
+
+gym.register("CountsOnes-v0", CountsOnes, max_episode_steps=100)
+
+
+@pytest.mark.parametrize("script", [dqn_jax, ppo_jax])
+def test_an_evaluation_explores_only_if_asked_to(script):
+    flags = SMALL_PPO if script is ppo_jax else SMALL_DQN | {"end_e": 1.0}
+    run = script.Run(env_id="CountsOnes-v0")
+    alg, _ = script.set_up(script.Args(**flags), run)
+    params = alg.acting_params(alg.init(jax.random.PRNGKey(0)))
+    greedy = script.evaluate(alg, run, params, 10)
+    assert set(greedy) <= {0.0, 100.0}
+    exploring = script.evaluate(alg, script.replace(run, eval_explores=True), params, 10)
+    assert len(set(exploring)) > 1
+    assert 40 < exploring.mean() < 60  # at first both actions are alike; 1,000 draws
+
+
+def test_a_compiled_evaluation_explores_if_asked_to():
+    args = ppo_jax.Args(**SMALL_PPO)
+    scores = []
+    for explores in (False, True):
+        run = ppo_jax.Run(env_id="phys2d/CartPole-v1", eval_episodes=4, eval_explores=explores)
+        _, _, folder = ppo_jax.train(args, run)
+        scalars, _ = read_events(folder)
+        scores.append(scalars["eval/episodic_return"][0][1])
+    assert scores[0] != scores[1]
+
+
+def test_a_signal_ends_an_evaluation_whose_result_is_not_kept():
+    signals = []
+
+    class SignalsInEvaluation(CountsOnes):
+        def step(self, action):
+            if len(self.steps) == 250:  # after the 200 of training
+                signals.append(2)
+            self.steps.append(action)
+            return super().step(action)
+
+        steps: list = []  # noqa: RUF012  of all environments
+
+    gym.register("SignalsInEvaluation-v0", SignalsInEvaluation, max_episode_steps=100)
+    run = dqn_jax.Run(env_id="SignalsInEvaluation-v0", eval_episodes=1)
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run, signals)
+    assert signals == [2]
+    assert len(SignalsInEvaluation.steps) == 251
+    assert "eval/episodic_return" not in read_events(folder)[0]
+    assert checkpoints.Checkpoints(folder).newest_step() == 200
+
+
+# --- divergence
+
+
+class BecomesNaN(Counter):
+    """Rewards are NaN after 100 steps of all environments."""
+
+    steps: list = []  # noqa: RUF012
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        self.steps.append(action)
+        return observation, reward if len(self.steps) <= 100 else np.nan, *rest
+
+
+gym.register("BecomesNaN-v0", BecomesNaN)
+
+
+def test_training_that_diverges_leaves_the_last_good_checkpoint(run_main):
+    BecomesNaN.steps.clear()
+    flags = "--learning-starts 20 --batch-size 8 --buffer-size 40 --train-frequency 2"
+    more = "--env-id BecomesNaN-v0 --log-interval 20 --checkpoint-interval 20 --eval-episodes 0"
+    line = one_line(run_main(dqn_jax, *flags.split(), *more.split()), code=1)
+    assert "training has diverged" in line
+    (folder,) = Path("runs").iterdir()
+    run, args = checkpoints.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    alg, _ = dqn_jax.set_up(args, run)
+    step, state, _ = checkpoints.Checkpoints(folder).newest(alg.init(jax.random.PRNGKey(0)))
+    assert step >= 60
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+# --- many runs in one process
+
+
+def test_programs_and_arrays_of_a_run_go_when_it_is_over():
+    def count():
+        gc.collect()
+        (client,) = {device.client for device in jax.devices()}
+        return len(client.live_executables()), len(jax.live_arrays())
+
+    counts = []
+    for seed in range(3):
+        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER, seed=seed))
+        ppo_jax.train(ppo_jax.Args(**SMALL_PPO), ppo_jax.Run(**COUNTER, seed=seed))
+        counts.append(count())
+    assert counts[2] <= counts[1]
+
+
+# --- experience on disk where a run was cut
+
+
+@pytest.mark.parametrize("log_interval", [20, 90, 99])
+def test_experience_has_no_seam_where_a_run_was_resumed(log_interval, monkeypatch):
+    args = dqn_jax.Args(**SMALL_DQN | {"total_timesteps": 400}, save_experience=True)
+    args = dqn_jax.replace(args, train_frequency=1)
+    run = dqn_jax.Run(**COUNTER | {"log_interval": log_interval})
+    signals = []
+    collect = dqn_jax.collect_rollout
+
+    def collect_until_the_cut(*given):
+        rollout, state = collect(*given)
+        if rollout.observation[0, 0, 0] == 44 and rollout.observation[0, 0, 1] == 1:
+            signals.append(2)
+        return rollout, state
+
+    monkeypatch.setattr(dqn_jax, "collect_rollout", collect_until_the_cut)
+    _, _, folder = dqn_jax.train(args, run, signals)
+    monkeypatch.setattr(dqn_jax, "collect_rollout", collect)
+    cut = checkpoints.Checkpoints(folder).newest_step()
+    assert 100 < cut < 300
+    alg, _ = dqn_jax.set_up(args, run)
+    dqn_jax.train(args, dqn_jax.replace(run, resume=str(folder)))
+    rows = Vault(folder / "experience", alg.stored, 1, create=False).read(0, 400)
+    episode, step, _ = rows.observation[:, 0].T
+    goes_on = rows.valid[:-1, 0] & ~rows.terminated[:-1, 0] & ~rows.truncated[:-1, 0]
+    ends = rows.terminated[:-1, 0] | rows.truncated[:-1, 0]
+    assert not goes_on[cut - 1]
+    np.testing.assert_array_equal(episode[1:][goes_on], episode[:-1][goes_on])
+    np.testing.assert_array_equal(step[1:][goes_on], step[:-1][goes_on] + 1)
+    assert not rows.valid[1:, 0][ends].any()
