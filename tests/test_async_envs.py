@@ -136,6 +136,7 @@ def start(folder, flags):
 def test_ctrl_c_in_a_terminal_keeps_a_checkpoint_and_prints_no_traceback(tmp_path):
     """It goes to all processes, also to those of the environments."""
     process = start(tmp_path, "--env-id environments:Counter-v0 --total-timesteps 40000")
+    assert process.stdout.readline().endswith(": 2 x environments:Counter-v0, cpu\n")
     assert process.stdout.readline().startswith("2,0")  # a twentieth of the steps
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=120)
@@ -156,6 +157,6 @@ def test_an_environment_that_fails_is_named_and_keeps_a_checkpoint(tmp_path):
     assert "broken" in error
     # Step 500 of each of the two is their step 643 with those that only reset, and so in the
     # iteration of ten steps of both together that begins at 1280.
-    assert last == "in environments:Failing-v0 at step 1280"
     (folder,) = (tmp_path / "runs").iterdir()
+    assert last == f"in environments:Failing-v0 at step 1280 of {folder}"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["1280"]

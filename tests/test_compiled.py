@@ -239,7 +239,7 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily():
     assert not is_functional
     assert alg.example.observation.shape == (6,)
     for more in ("num_seeds", "num_devices"):
-        with pytest.raises(ppo_jax.UsageError, match="ChainWrapped-v0 is not compiled: "):
+        with pytest.raises(ppo_jax.UsageError, match="ChainWrapped-v0 is not in JAX; "):
             ppo_jax.set_up(args, replace(run, **{more: 2}))
 
 
@@ -295,14 +295,16 @@ def test_returns_are_of_the_newest_intervals_with_100_episodes_of_each_agent():
     newest = np.array([[99, 99.0, 0], [300, 600.0, 0]])
     before = np.array([[1, 101.0, 0], [100, 1_000.0, 0]])
     oldest = np.array([[50, 5e9, 0], [50, 5e9, 0]])
-    returns = compiled.recent_returns([newest, before, oldest])
+    returns = compiled.recent_returns([newest, before, oldest], [0.0, 0.0])
     np.testing.assert_array_equal(returns, [2.0, 4.0])
-    np.testing.assert_array_equal(compiled.recent_returns([newest]), [1.0, 2.0])
+    np.testing.assert_array_equal(compiled.recent_returns([newest], [0.0, 0.0]), [1.0, 2.0])
 
 
-def test_without_an_episode_there_is_no_return():
+def test_without_an_episode_the_return_stays_what_it_was():
     none_and_two = np.array([[0, 0.0, 0], [2, 8.0, 0]])
-    np.testing.assert_array_equal(compiled.recent_returns([none_and_two]), [np.nan, 4.0])
+    for before in (np.nan, 7.0):
+        returns = compiled.recent_returns([none_and_two], [before, 1.0])
+        np.testing.assert_array_equal(returns, [before, 4.0])
 
 
 # ----------------------------------------------------------------------------------- what it learns
@@ -543,7 +545,7 @@ def test_the_line_of_an_evaluation_has_the_mean_of_all_agents(capsys):
     state, _, _ = train_four()
     mean = float(np.mean(goes_right(state)))
     assert 0 < mean < 1
-    assert f"64 steps: return {mean:.1f} without exploration\n" in capsys.readouterr().out
+    assert f"64 steps: return {mean:.4g} in an evaluation\n" in capsys.readouterr().out
 
 
 def test_a_complete_run_that_is_resumed_has_the_same_returns_and_is_evaluated_again():

@@ -196,7 +196,7 @@ def test_a_compiled_evaluation_starts_where_no_training_does():
         taken = []
         reset = program.envs.reset
 
-        def evaluate(params, episodes, key, longest_episode, reset=reset, taken=taken):
+        def evaluate(params, episodes, key, *_, reset=reset, taken=taken):
             taken.append(reset(jax.random.fold_in(key, 0), episodes))
             return jnp.zeros(episodes), jnp.ones(episodes, bool)
 
@@ -273,30 +273,41 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatc
 
 
 class Undrawn(Counter):
-    """It says that it can be drawn, and cannot, like MuJoCo without a screen."""
+    """It says that it can be drawn, and cannot: at all, or once an episode has begun."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012  (Gymnasium's)
 
-    def __init__(self, render_mode=None):
+    def __init__(self, render_mode=None, at_first=False):
         super().__init__()
         self.render_mode = render_mode
+        self.at_first = at_first
 
     def render(self):
+        if self.at_first and self.step_count == 0:
+            return np.zeros((16, 16, 3), np.uint8)
         raise RuntimeError("no OpenGL context")
+
+
+gym.register("Undrawn-v0", Undrawn, disable_env_checker=True)
+
+
+def test_a_video_that_cannot_be_drawn_is_an_error_before_a_folder_is_made(run_main):
+    """Like MuJoCo without a screen."""
+    pytest.importorskip("moviepy")
+    result = run_main(dqn_jax, "--env-id", "Undrawn-v0", "--capture-video")
+    assert_one_line(result, "capture_video: cannot draw Undrawn-v0: no OpenGL context")
+    assert not Path("runs").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*Ignored saving a video")
 def test_a_video_that_fails_loses_nothing():
     """What was learned and logged is kept."""
     pytest.importorskip("moviepy")
-    gym.register("Undrawn-v0", Undrawn)
-    try:
-        args = dqn_jax.Args(**SMALL_DQN)
-        run = dqn_jax.Run(env_id="Undrawn-v0", log_interval=100, capture_video=True)
-        with pytest.raises(RuntimeError, match="no OpenGL context"):
-            dqn_jax.train(args, run)
-    finally:
-        del gym.registry["Undrawn-v0"]
+    args = dqn_jax.Args(**SMALL_DQN)
+    env = dict(env_id="Undrawn-v0", env_kwargs='{"at_first": true}')
+    run = dqn_jax.Run(**env, log_interval=100, capture_video=True)
+    with pytest.raises(RuntimeError, match="no OpenGL context"):
+        dqn_jax.train(args, run)
     (folder,) = Path("runs").iterdir()
     assert [x.name for x in (folder / "checkpoints").iterdir()] == ["200"]
     scalars, _ = read_events(folder)
@@ -323,6 +334,7 @@ dqn_jax.main()
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout.readline().endswith(": 1 x Hanging-v0, cpu\n")
     assert process.stdout.readline() == "hangs\n"
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -332,11 +344,46 @@ dqn_jax.main()
     assert process.returncode == -signal.SIGINT
 
 
-def test_training_that_diverges_is_said(capsys):
+def test_training_that_diverges_ends():
+    """At the first point of the charts whose parameters had a gradient step, that of step 50."""
     args = dqn_jax.Args(**SMALL_DQN | dict(learning_rate=float("inf")))
-    dqn_jax.train(args, dqn_jax.Run(**COUNTER))
-    out, _ = capsys.readouterr()
-    assert "200 steps: parameters are not finite, training has diverged" in out
+    with pytest.raises(FloatingPointError) as caught:
+        dqn_jax.train(args, dqn_jax.Run(**COUNTER))
+    (folder,) = Path("runs").absolute().iterdir()
+    said = f"{folder}: training has diverged, parameters are not finite at step 80"
+    assert str(caught.value) == said
+
+
+class Diverging(Chain):
+    def reward(self, state, action, next_state, rng, params=None):
+        return jnp.float32(jnp.nan)
+
+
+def make_diverging(**kwargs):
+    return FunctionalJaxEnv(Diverging(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("Diverging-v0", make_diverging, max_episode_steps=9, disable_env_checker=True)
+
+
+def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_main):
+    """Rewards are NaN: the first gradient step is in the log interval that ends at step 60."""
+    flags = "--env-id Diverging-v0 --learning-starts 50 --batch-size 8 --buffer-size 100"
+    more = "--num-seeds 2 --log-interval 20 --checkpoint-interval 20 --eval-interval 20"
+    code, _, err = run_main(dqn_jax, *flags.split(), *more.split())
+    (folder,) = Path("runs").absolute().iterdir()
+    said = f"{folder}: training has diverged, parameters are not finite at step 60"
+    assert err == f"error: {said}\n"
+    assert code == 1
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "40"]
+    run, args = checkpoints.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    alg, _ = dqn_jax.set_up(args, run)
+    training = compiled.Program(alg, run, dqn_jax).start()
+    step, training, _ = checkpoints.Checkpoints(folder).newest(training)
+    assert step == 40
+    for leaf in jax.tree.leaves(training.agent.params):
+        assert np.isfinite(leaf).all()
+    assert not any((folder / "best").iterdir())  # a score that is NaN is that of no best agent
 
 
 # --- resume
@@ -359,7 +406,8 @@ def test_what_is_part_of_the_training_stays_at_a_resume(run_main):
             assert_one_line(result, "num_seeds")
         else:
             assert_one_line(result, f"{name.replace('-', '_')} must stay")
-    assert_one_line(run_main(dqn_jax, "--resume", folder, "--gamma", "0.5"), "total_timesteps")
+    gamma = run_main(dqn_jax, "--resume", folder, "--gamma", "0.5")
+    assert_one_line(gamma, "gamma must stay 0.99, not become 0.5")
     flags = ("--eval-episodes", "3", "--checkpoint-interval", "50", "--log-interval", "25")
     code, _, err = run_main(dqn_jax, "--resume", folder, "--total-timesteps", "150", *flags)
     assert code == 0, err
@@ -395,7 +443,7 @@ def test_a_resumed_run_keeps_its_priorities():
     ("module", "flags", "words"),
     [
         (dqn_jax, ["--seed", "-1"], ["seed must be from 0 to 2**31 - 1, not -1"]),
-        (dqn_jax, ["--env-kwargs", "[1]"], ["env_kwargs", "[1]"]),
+        (dqn_jax, ["--env-kwargs", "[1]"], ["--env-kwargs '[1]': "]),
         (
             dqn_jax,
             ["--save-experience", "--env-id", "environments:Chain-v0", "--num-seeds", "2"],

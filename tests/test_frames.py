@@ -112,8 +112,7 @@ def test_functional_environments_stack_in_the_compiled_program(script):
     assert is_functional
     envs = compiled.Program(alg, run, script).envs
     params = alg.acting_params(jax.jit(alg.init)(KEY))
-    noise = alg.draw_noise(KEY, 0)
-    noise = jnp.concatenate([noise] * (60 // len(noise) + 1))[:60]
+    noise = alg.draw_noise(KEY, 0, (60, 4))
     _, rollout = jax.jit(envs.collect)(envs.reset(KEY, 4), params, noise, KEY)
     frames = np.asarray(rollout.observation[:, :, -1])
     valid = np.asarray(rollout.valid)

@@ -251,11 +251,10 @@ def test_a_resume_takes_the_flags_of_the_folder(run_main):
 
     code, _, err = run_main(dqn_jax, "--resume", folder, "--buffer-size", "200")
     assert code == 2
-    only = "resume: of the algorithm's flags only total_timesteps may change"
-    assert err.strip() == f"error: {only}"
+    assert err.strip() == "error: resume: buffer_size must stay 100, not become 200"
     code, _, err = run_main(dqn_jax, "--resume", folder, "--seed", "7")
     assert code == 2
-    assert err.strip() == "error: resume: seed must stay 1"
+    assert err.strip() == "error: resume: seed must stay 1, not become 7"
     assert json.loads(Path(folder, "args.json").read_text()) == saved
 
 
@@ -272,6 +271,7 @@ def start(folder, *flags):
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout.readline().endswith(": 1 x CartPole-v1, cpu\n")
     assert "steps" in process.stdout.readline()
     return process
 
@@ -290,7 +290,7 @@ def test_a_signal_keeps_a_checkpoint_of_the_last_iteration(number, tmp_path, mon
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "without exploration" not in out  # it is in a hurry
+    assert "evaluation" not in out  # it is in a hurry
     folder = run_folder(tmp_path)
     assert last_line(out).startswith(f"{folder}: mean return of the last episodes")
     (step,) = checkpoint_steps(folder)
@@ -345,6 +345,37 @@ def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path, monkeypatch)
     assert steps == list(range(20, newest + 41, 20))
 
 
+@pytest.mark.slow
+def test_killed_while_it_saves_a_run_goes_on_and_all_can_be_read(tmp_path):
+    """A checkpoint every 10 steps, an evaluation every 20: it is saving most of the time."""
+    intervals = "--checkpoint-interval 10 --eval-interval 20 --eval-episodes 1"
+    flags = ["--total-timesteps", "100000", *intervals.split(), *SMALL]
+    random = np.random.default_rng(0)
+    newest = 0
+    for kill in range(10):
+        process = start(tmp_path, *flags)
+        folder = run_folder(tmp_path)
+        time.sleep(random.uniform(0, 0.5))
+        process.kill()
+        _, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, err
+        flags = ["--resume", str(folder)]
+
+        alg, _ = dqn_jax.set_up(
+            *reversed(checkpoints.read_flags(folder, dqn_jax.Run, dqn_jax.Args))
+        )
+        like = jax.jit(alg.init)(jax.random.PRNGKey(0))
+        step, state, recent = checkpoints.Checkpoints(folder).newest(like)
+        assert step > newest, f"after kill {kill}"
+        assert step % 10 == 0
+        newest = step
+        # A row of the replay for each step, and gradient steps from step 50 on.
+        assert int(state.replay.size) == min(step, 100)
+        assert int(state.updates) == max(step - 50, 0) // 10
+        assert np.isfinite(recent).all()
+        assert dqn_jax.load_policy(folder)(np.zeros((3, 4), np.float32)).shape == (3,)
+
+
 # --- a run that fails
 
 
@@ -363,14 +394,14 @@ def test_a_failing_environment_is_named_and_keeps_a_checkpoint(tmp_path):
     assert error == "RuntimeError: broken"
     # Episodes of 2, 3, 4 and 5 steps, each followed by a row that only resets: the 500th `step` of
     # each of the two is its 643rd row, which is in the iteration from step 1280 on.
-    assert last == "in environments:Failing-v0 at step 1280"
     folder = run_folder(tmp_path)
+    assert last == f"in environments:Failing-v0 at step 1280 of {folder}"
     assert checkpoint_steps(folder) == [1280]
     assert read_events(folder)[0]["losses/td_loss"][-1][0] == 1280
 
 
-def test_a_failure_in_the_first_rollout_can_be_resumed(tmp_path, monkeypatch):
-    """What caused it may be gone, like a simulator that could not be reached."""
+def test_of_a_failure_in_the_first_rollout_nothing_is_left_to_resume(tmp_path, monkeypatch):
+    """Nothing was learned, and a resume says so: the run is started anew."""
     monkeypatch.chdir(tmp_path)
     args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
     run = dict(env_id="environments:Counter-v0", eval_episodes=0, log_interval=20)
@@ -378,12 +409,11 @@ def test_a_failure_in_the_first_rollout_can_be_resumed(tmp_path, monkeypatch):
         patched.setattr(environments.Counter, "step", environments.Failing(fail_at=0).step)
         with pytest.raises(RuntimeError, match="broken") as caught:
             dqn_jax.train(args, dqn_jax.Run(**run))
-    assert caught.value.__notes__ == ["in environments:Counter-v0 at step 0"]
     folder = run_folder(tmp_path)
-    assert checkpoint_steps(folder) == [0]
-    state, _, _ = dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **run))
-    assert int(state.updates) == 15
-    assert [x for x, _ in read_events(folder)[0]["charts/SPS"]] == list(range(20, 201, 20))
+    assert caught.value.__notes__ == [f"in environments:Counter-v0 at step 0 of {folder}"]
+    assert checkpoint_steps(folder) == []
+    with pytest.raises(checkpoints.ResumeError, match=f"{folder}/checkpoints has no checkpoint"):
+        dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **run))
 
 
 # The disk is full when a point of the charts is written, in the first checkpoint, in a later one,

@@ -117,7 +117,7 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
     scores = iter([1.0, 4.0, 2.0, 3.0])
     agents = []
 
-    def evaluate(alg, run, params, episodes, videos=""):
+    def evaluate(alg, run, params, episodes, signals):
         agents.append(jax.tree.map(np.array, params))
         return np.full(episodes, next(scores))
 
@@ -137,7 +137,7 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
 def test_without_an_evaluation_that_is_a_number_it_is_the_agent_saved_last(
     eval_episodes, monkeypatch
 ):
-    monkeypatch.setattr(dqn_jax, "evaluate", lambda *_: np.array([np.nan]))
+    monkeypatch.setattr(dqn_jax, "evaluate", lambda *_, signals: np.array([np.nan]))
     args = dqn_jax.Args(**SMALL_DQN | dict(learning_rate=0.1))
     run = dqn_jax.Run(**COUNTER, checkpoint_interval=100, eval_episodes=eval_episodes)
     state, _, folder = dqn_jax.train(args, run)
@@ -353,7 +353,7 @@ def test_a_run_of_another_script_is_named():
 
 def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is():
     Path("empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"args\.json"):
+    with pytest.raises(checkpoints.ResumeError, match="empty is not the folder of a run"):
         dqn_jax.load_policy("empty")
     assert not any(Path("empty").iterdir())
 

@@ -291,7 +291,7 @@ def test_discrete_actions_are_drawn_from_the_policy():
     p = np.array([0.1, 0.2, 0.7])
     alg = PPO(Args(num_envs=200, num_steps=150), OBSERVATIONS, gym.spaces.Discrete(3))
     params = alg.acting_params(make_state(alg, output=np.log(p)))
-    noise = alg.draw_noise(jax.random.PRNGKey(0), 0)
+    noise = alg.draw_noise(jax.random.PRNGKey(0), 0, (150, 200))
     assert noise.shape == (150, 200, 3)
     actions = alg.act(params, np.zeros((30_000, 3), np.float32), noise.reshape(-1, 3))
     assert actions.dtype == alg.example.action.dtype
@@ -309,7 +309,7 @@ def test_continuous_actions_are_drawn_from_the_policy():
     alg = PPO(Args(num_envs=200, num_steps=100), OBSERVATIONS, BOX)
     std = np.array([3.0, 0.5], np.float32)
     params = alg.acting_params(make_state(alg, output=[1.0, -2.0], log_std=jnp.log(std)))
-    noise = alg.draw_noise(jax.random.PRNGKey(0), 0)
+    noise = alg.draw_noise(jax.random.PRNGKey(0), 0, (100, 200))
     assert noise.shape == (100, 200, 2)
     actions = alg.act(params, np.zeros((20_000, 3), np.float32), noise.reshape(-1, 2))
     assert actions.dtype == alg.example.action.dtype
@@ -321,10 +321,11 @@ def test_continuous_actions_are_drawn_from_the_policy():
 
 def test_each_iteration_has_noise_of_its_own():
     alg = PPO(Args(num_envs=100, num_steps=100), OBSERVATIONS, BOX)
-    first = alg.draw_noise(jax.random.PRNGKey(0), 0)
-    np.testing.assert_array_equal(alg.draw_noise(jax.random.PRNGKey(0), 0), first)
+    shape = alg.rollout_shape
+    first = alg.draw_noise(jax.random.PRNGKey(0), 0, shape)
+    np.testing.assert_array_equal(alg.draw_noise(jax.random.PRNGKey(0), 0, shape), first)
     for key, step in ((0, 10_000), (1, 0)):
-        other = alg.draw_noise(jax.random.PRNGKey(key), step)
+        other = alg.draw_noise(jax.random.PRNGKey(key), step, shape)
         assert abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 0.03
 
 
@@ -513,9 +514,9 @@ def test_actions_are_clipped_in_the_environment_and_not_in_the_rollout():
     args = Args(num_envs=8, num_steps=128)
     run = Run(env_id="BoxProbe-narrow-v0", checkpoint_interval=0)
     alg, _ = ppo_jax.set_up(args, run)
-    noise = np.asarray(alg.draw_noise(jax.random.PRNGKey(0), 0))
+    noise = np.asarray(alg.draw_noise(jax.random.PRNGKey(0), 0, alg.rollout_shape))
     envs = ppo_jax.make_envs(args, run, 8)
-    _, env_state, log = ppo_jax.start(alg, run, envs, jax.random.PRNGKey(0))
+    _, env_state, log = ppo_jax.start(alg, run, envs, jax.random.PRNGKey(0), ())
     params = alg.acting_params(make_state(alg, output=[0.0]))
     rollout, _ = ppo_jax.collect_rollout(alg, envs, params, env_state, noise, log)
     envs.close()
@@ -530,8 +531,12 @@ def test_actions_are_clipped_in_the_environment_and_not_in_the_rollout():
 @pytest.mark.parametrize(
     ("flags", "space", "message"),
     [
-        ({}, gym.spaces.MultiDiscrete([2, 2]), r"PPO takes Discrete .* or a Box \[A\], not Multi"),
-        ({}, gym.spaces.Box(-1, 1, (2, 3)), r"PPO takes Discrete .* or a Box \[A\], not Box"),
+        (
+            {},
+            gym.spaces.MultiDiscrete([2, 2]),
+            r"PPO takes Discrete .* or a Box \[A\] of floats: Multi",
+        ),
+        ({}, gym.spaces.Box(-1, 1, (2, 3)), r"PPO takes Discrete .* or a Box \[A\] of floats: Box"),
         (
             dict(num_envs=3, num_steps=5),
             DISCRETE,

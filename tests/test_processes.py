@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -128,6 +129,9 @@ def test_four_seeds_in_two_processes(module, tmp_path, monkeypatch):
     assert_same_run(module, one, two, **BIT_FOR_BIT)
     assert sorted(path.name for path in two.glob("seed_*")) == ["seed_2", "seed_3", "seed_4"]
     # The first process alone prints, as one that is alone does.
+    waits = [words.pop(0) for words in printed]
+    for i in range(2):
+        assert re.fullmatch(rf"process {i} waits at localhost:\d+ for all 2 of them", waits[i])
     assert printed[1] == []
     assert len(printed[0]) == len(lines)
     assert printed[0][-1].split(": ")[1] == lines[-1].split(": ")[1]
@@ -196,7 +200,9 @@ def test_a_mistake_in_a_resume_ends_both_processes_in_one_line(tmp_path):
     for process in start(ppo_jax, tmp_path, mistake, 2):
         _, err = process.communicate(timeout=120)
         assert process.returncode == 2, err
-        assert err.splitlines() == ["error: resume: env_id must stay CartPole-v1"]
+        assert err.splitlines() == [
+            "error: resume: env_id must stay CartPole-v1, not become phys2d/CartPole-v1"
+        ]
 
 
 def test_joining_nobody_is_said_in_one_line(tmp_path):
@@ -224,7 +230,7 @@ def test_what_is_not_address_processes_and_id_is_said_in_one_line(how, words, ru
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--env-id CartPole-v1", "CartPole-v1 is not compiled: "),
+        ("--env-id CartPole-v1", "CartPole-v1 is not in JAX; "),
         ("--env-id phys2d/CartPole-v1 --num-envs 2 --capture-video", "capture_video"),
         ("--env-id phys2d/CartPole-v1 --num-envs 2 --save-experience", "save_experience"),
         ("--env-id phys2d/CartPole-v1 --num-envs 3", "num_devices"),
