@@ -444,7 +444,7 @@ def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
     with closing(make_envs(args, look, 1)) as envs:
         alg = Algorithm(args, envs.single_observation_space, envs.single_action_space)
     space: Any = envs.unwrapped.single_observation_space
-    is_flattened = len(space.shape or ()) != 1
+    is_flattened = not isinstance(space, gym.spaces.Box) or len(space.shape) != 1
     if is_flattened and alg.example.observation.dtype == np.uint8:
         import images
 
@@ -453,8 +453,11 @@ def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
         tqdm.write(f"observations {space} are flattened for the network")
     longest_gap = run.log_interval + alg.steps_per_iteration  # between two points of the charts
     spec: Any = envs.spec
-    if flags.get("save_experience") and longest_gap > flags["buffer_size"]:
-        raise UsageError(f"save_experience: for log_interval buffer_size must be >= {longest_gap}")
+    if flags.get("save_experience"):
+        import vault  # noqa: F401  without it the run should not begin
+
+        if longest_gap > flags["buffer_size"]:
+            raise UsageError(f"buffer_size must be >= {longest_gap} to save each log_interval")
     if run.capture_video:
         import images
 

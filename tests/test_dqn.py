@@ -595,7 +595,8 @@ def test_no_window_goes_across_a_restart(n_step):
     assert goes_on.any()
     cut = list(plain.rows)
     cut[10] = cut[10]._replace(truncated=goes_on)
-    cut[11] = cut[11]._replace(valid=np.zeros(6, bool))
+    no = np.zeros(6, bool)
+    cut[11] = cut[11]._replace(valid=no, terminated=no, truncated=no)
     held = np.arange(2, 12)  # rows, in the ring at their number modulo 10
     wanted = jax.tree.map(lambda *x: np.stack(x), *[cut[row] for row in held])
     stored = jax.tree.map(lambda x: np.asarray(x)[held % 10], restarted.replay.storage)

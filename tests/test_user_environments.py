@@ -172,8 +172,8 @@ def test_observations_that_are_no_vector_are_flattened_and_that_is_said(kind, ca
     space, _, flat = OBSERVATIONS[kind]
     run = dqn_jax.Run(env_id=f"Observes{kind}-v0", eval_episodes=0)
     state, _, _ = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
-    said = f"observations {space} are flattened for the network" in capsys.readouterr().out
-    assert said == (kind != "MultiBinary")  # which is a vector
+    said = capsys.readouterr().out
+    assert f"observations {space} are flattened for the network" in said
     stored = np.asarray(state.replay.storage.observation[:100, 0])
     np.testing.assert_array_equal(stored, np.broadcast_to(flat, stored.shape))
 
