@@ -24,7 +24,8 @@ import sac_jax
 from vault import Vault
 
 SCRIPTS = {script.__name__: script for script in (dqn_jax, per_dqn_jax, ppo_jax, sac_jax)}
-FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks" / "README.md"]
+FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks" / "README.md"]
+RECIPES = [str(file.relative_to(ROOT)) for file in FILES if file.parent.name == "recipes"]
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
 
@@ -360,27 +361,46 @@ def test_experience_on_disk_alone_is_learned_from(name, tmp_path, monkeypatch):
     np.testing.assert_allclose(q, [[0.5, 0.5], [1.0, 1.0]], atol=0.02)
 
 
-RECIPES = [x for x in blocks("docs/recipes.md", "python") if x not in MODULES.values()]
+# Whatever of a recipe is made smaller for its test.
+SMALLER: dict[str, tuple[str, str]] = {}
+PROGRAMS = {
+    page.split("/")[-1].removesuffix(".md"): block
+    for page in RECIPES
+    for block in blocks(page, "python")
+    if block not in MODULES.values()
+}
 
 
-@pytest.mark.parametrize("block", RECIPES)
-def test_recipes_run_as_they_stand(block):
-    if "import minari" in block:
-        pytest.importorskip("minari")
-    if "environ" not in block and "jax.config" not in block:
-        exec(block, {"__name__": "recipe"})
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_recipes_run_as_they_stand(name):
+    code = PROGRAMS[name]
+    if name in SMALLER:
+        old, new = SMALLER[name]
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    for package in ("minari",):
+        if f"import {package}" in code:
+            pytest.importorskip(package)
+    if "environ" not in code and "jax.config" not in code:
+        exec(code, {"__name__": "recipe"})
         return
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-c", block]
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_recipes_has_each_of_them():
+    table = PAGES["docs/recipes/README.md"]
+    assert all(f"({page.split('/')[-1]})" in table for page in RECIPES if "README" not in page)
 
 
 def test_every_block_of_python_is_run_by_a_test():
     ours = {"README.md": 1, "docs/buffers.md": 3, "docs/runs.md": 4}
     for page in PAGES:
         others = [x for x in blocks(page, "python") if x not in MODULES.values()]
-        wanted = len(others) if page == "docs/recipes.md" else ours.get(page, 0)
+        # A recipe is one program, or a module that a test of its own runs.
+        wanted = min(len(others), 1) if page in RECIPES else ours.get(page, 0)
         assert len(others) == wanted, page
 
 
