@@ -8,7 +8,8 @@ steps per second of the whole run, compilation included, and of its second half;
 Stable-Baselines3 with the fewest environments, in the same round; which share the second half has
 of what the environments alone do with random actions; steps, and seconds since the process began,
 until 100 episodes had a mean return of the threshold. The peers have the hyperparameters of our
-scripts; but in DQN the Huber loss, and SBX's PPO does not clip the value loss.
+scripts; but in DQN the Huber loss, SBX's PPO does not clip the value loss, and in SAC the step size
+of the policy for the critics, too.
 
     python benchmarks/training.py --only dqn_jax --add "dqn_jax, double" "dqn_jax.py --double-q"
 
@@ -54,9 +55,14 @@ def flag(command: str, name: str, default: str) -> str:
     return words[words.index(name) + 1] if name in words else default
 
 
+def algorithm_of(command: str) -> str:
+    """What the command trains: ppo, sac or dqn."""
+    return next((name for name in ("ppo", "sac") if name in command), "dqn")
+
+
 def num_envs_of(command: str) -> int:
-    """How many environments it steps: CleanRL's PPO has 4, its DQN 1."""
-    return int(flag(command, "--num-envs", "4" if "ppo" in command else "1"))
+    """How many environments it steps: CleanRL's PPO has 4, its DQN and SAC 1."""
+    return int(flag(command, "--num-envs", "4" if algorithm_of(command) == "ppo" else "1"))
 
 
 def sized(name: str, command: str, num_envs: int, timesteps: int = 500_000) -> Any:
@@ -69,6 +75,7 @@ def sized(name: str, command: str, num_envs: int, timesteps: int = 500_000) -> A
 
 # Compiled: not CartPole-v1's physics, the same size. Runs that would take seconds are longer.
 COMPILED = ".py --env-id phys2d/CartPole-v1 --log-interval 10000"
+PENDULUM = " --env-id Pendulum-v1"
 PEER = "benchmarks/training.py --peer {} --algorithm {}"
 CONFIGURATIONS: list[Configuration] = [
     *(sized(x, f"{x}.py", n) for x in ("dqn_jax", "per_dqn_jax") for n in (1, 8, 64)),
@@ -81,6 +88,12 @@ CONFIGURATIONS: list[Configuration] = [
     sized("ppo_jax, compiled", "ppo_jax" + COMPILED, 4, 2_000_000),
     sized("ppo_jax, compiled", "ppo_jax" + COMPILED + " --num-seeds 10", 4),
     sized("ppo_jax, compiled", "ppo_jax" + COMPILED, 64, 5_000_000),
+    *(sized("sac_jax", "sac_jax.py --log-interval 1000" + PENDULUM, n, 20_000) for n in (1, 8)),
+    *(
+        sized(f"{PEERS[x][0]} SAC", PEER.format(x, "sac") + PENDULUM, n, 20_000)
+        for x in PEERS
+        for n in (1, 8)
+    ),
 ]
 
 
@@ -160,6 +173,8 @@ FLAGS = {  # of ours those that the peers have, too, by their names
     "exploration_initial_eps=start_e exploration_final_eps=end_e",
     "ppo": "n_steps=num_steps n_epochs=update_epochs gamma gae_lambda clip_range=clip_coef "
     "normalize_advantage=norm_adv ent_coef vf_coef max_grad_norm",
+    "sac": "learning_rate=policy_lr buffer_size learning_starts batch_size tau gamma "
+    "train_freq=train_frequency",
 }
 
 
@@ -170,10 +185,13 @@ def train_peer(args: argparse.Namespace) -> None:
     ours: Any = importlib.import_module(f"{args.algorithm}_jax").Args()
     names = (name.split("=") for name in FLAGS[args.algorithm].split())
     settings: dict = {name[0]: getattr(ours, name[-1]) for name in names}
-    if args.algorithm == "dqn":  # of all environments together as many gradient steps as with one
-        settings |= dict(gradient_steps=args.num_envs, policy_kwargs={"net_arch": [120, 84]})
+    own: dict[str, Any] = {}  # of Stable-Baselines3 alone
+    if args.algorithm != "ppo":  # of all environments together as many gradient steps as with one
+        layers = [120, 84] if args.algorithm == "dqn" else [256, 256]
+        settings |= dict(gradient_steps=args.num_envs, policy_kwargs={"net_arch": layers})
+    if args.algorithm == "dqn":
         own = {"max_grad_norm": np.inf}  # its default clips gradients, which CleanRL's does not
-    else:
+    if args.algorithm == "ppo":
         settings |= dict(learning_rate=lambda remaining: ours.learning_rate * remaining)
         settings["batch_size"] = ours.num_steps * args.num_envs // ours.num_minibatches
         settings["policy_kwargs"] = {"ortho_init": True}
@@ -203,8 +221,13 @@ def train_peer(args: argparse.Namespace) -> None:
 
 def beside(configuration: Configuration, chosen: list[Configuration]) -> Any:
     """Stable-Baselines3's, with the same algorithm and the fewest of these environments."""
-    env_id, ppo = flag(configuration.command, "--env-id", ""), "ppo" in configuration.command
-    peers = [c for c in chosen if "--peer sb3" in c.command and ("ppo" in c.command) == ppo]
+    env_id, algorithm = (
+        flag(configuration.command, "--env-id", ""),
+        algorithm_of(configuration.command),
+    )
+    peers = [
+        c for c in chosen if "--peer sb3" in c.command and algorithm_of(c.command) == algorithm
+    ]
     peers = [c for c in peers if flag(c.command, "--env-id", "") == env_id]
     return min(peers, key=lambda c: num_envs_of(c.command), default=None)
 
