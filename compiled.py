@@ -379,7 +379,9 @@ def start(program: Program, script: Any, signals: Any) -> tuple[Training, list, 
     if getattr(args, "save_experience", False):
         from vault import Vault
 
-        vault = Vault(folder / "experience", program.alg.stored, args.num_envs)
+        about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs)}
+        about |= {"seed": run.seed, "script": Path(script.__file__).stem}
+        vault = Vault(folder / "experience", program.alg.stored, args.num_envs, about=about)
         vault.write(training.agent.replay)  # drops what a resumed run had after its checkpoint
     writers = []
     for i in range(run.num_seeds if jax.process_index() == 0 else 0):

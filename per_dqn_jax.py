@@ -59,7 +59,7 @@ class Args:
     total_timesteps: int = 500_000  # steps of training
     num_envs: int = 1  # environments stepped together
     learning_rate: float = 2.5e-4  # step size of Adam
-    adam_epsilon: float = 1e-2  # added to what Adam divides by: steps of small gradients shrink
+    adam_epsilon: float = 1e-8  # added to what Adam divides by
     buffer_size: int = 10_000  # steps that the replay buffer holds
     gamma: float = 0.99  # discount factor
     tau: float = 1.0  # how far the target network moves towards the online one at an update
@@ -647,7 +647,9 @@ def start(alg: Any, run: Run, envs: VectorEnv, key: Array, signals: Sequence[int
     if getattr(alg.args, "save_experience", False):
         from vault import Vault
 
-        vault = Vault(folder / "experience", alg.stored, alg.args.num_envs)
+        about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs)}
+        about |= {"seed": run.seed, "script": Path(__file__).stem}
+        vault = Vault(folder / "experience", alg.stored, alg.args.num_envs, about=about)
         vault.write(state.replay)  # drops what a resumed run had after its checkpoint
     writer = open_writer(folder, asdict(run) | asdict(alg.args), begun)
     bar = tqdm(initial=begun, total=alg.args.total_timesteps, unit=" steps", disable=None)

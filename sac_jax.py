@@ -712,7 +712,9 @@ def start(alg: Any, run: Run, envs: VectorEnv, key: Array, signals: Sequence[int
     if getattr(alg.args, "save_experience", False):
         from vault import Vault
 
-        vault = Vault(folder / "experience", alg.stored, alg.args.num_envs)
+        about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs)}
+        about |= {"seed": run.seed, "script": Path(__file__).stem}
+        vault = Vault(folder / "experience", alg.stored, alg.args.num_envs, about=about)
         vault.write(state.replay)  # drops what a resumed run had after its checkpoint
     writer = open_writer(folder, asdict(run) | asdict(alg.args), begun)
     bar = tqdm(initial=begun, total=alg.args.total_timesteps, unit=" steps", disable=None)

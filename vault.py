@@ -4,6 +4,7 @@ Row r of a run is row r of its vault: a resumed run writes over what came after 
     vault = Vault("runs/experience", item, num_envs=8)  # as `init` of the buffer takes them
     vault.write(state)  # now and then: the rows that were added since the last time
     items = vault.read(0, len(vault))  # NumPy arrays, of the item's structure
+    vault = Vault("runs/experience")  # one of which nothing is known: a dict of arrays by name
 """
 
 import errno
@@ -15,7 +16,7 @@ import weakref
 import zlib
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +52,20 @@ def describe(items: Any, axes: int = 0) -> dict[str, str]:
     return leaves
 
 
+def ring_of(state: Any) -> tuple[int, int]:
+    """Rows and environments of a state's ring; axes of length 1 may stand in front of them."""
+    lead = state.cursor.shape
+    shape = tree_leaves(state.storage)[0].shape
+    if shape[: len(lead)] != lead:
+        hint = "add the same items to a circular_buffer, and write its state"
+        raise TypeError(f"a clustered replay does not know the order of its items: {hint}")
+    if state.cursor.size > 1:
+        hint = "write that of one agent, such as jax.tree.map(lambda x: x[0], state)"
+        raise ValueError(f"these are {state.cursor.size} states, stacked: {hint}")
+    rows, envs, *_ = shape[len(lead) :]
+    return rows, envs
+
+
 def newest(state: Any, ring: int, count: int) -> Any:
     """The newest `count` rows of a ring, as NumPy arrays."""
     end = state.cursor.item()
@@ -73,37 +88,60 @@ class Vault:
     Args:
       path: the folder. Any number of processes may read, with no right to write, and one may write.
       item, num_envs: as for the buffer: an item of one environment, of any dtypes; None for items.
+        Without an item the vault must be there, and `read` gives {name of a leaf: array}.
+      about: what JSON takes, such as {"env_id": "CartPole-v1"}. Kept unless the vault has its own.
       create: if False, nothing is written: FileNotFoundError for a folder without a vault.
 
+    Attributes: `about` is what the vault keeps, `num_envs` as given, or without an item as stored.
     ValueError if it holds other items or was damaged; TypeError for typed keys. Linux and macOS.
     """
 
-    def __init__(self, path: Any, item: Any, num_envs: Any = None, *, create: bool = True) -> None:
+    def __init__(
+        self,
+        path: Any,
+        item: Any = None,
+        num_envs: Any = None,
+        *,
+        about: Any = None,
+        create: bool = True,
+    ) -> None:
         if "key<" in str(describe(item)):
             raise TypeError("the item has a typed key: store what jax.random.key_data gives for it")
         item = tree_map(jnp.asarray, item)
-        envs = num_envs or 1
-        row = tree_map(lambda x: np.zeros((envs, *x.shape), x.dtype), item)
-        self.env = 0 if num_envs is None else slice(None)
-        self.leaves = describe(row)
+        row = tree_map(lambda x: np.zeros((num_envs or 1, *x.shape), x.dtype), item)
+        leaves = describe(row)
+        about = json.loads(json.dumps(about or {}))  # as it will be read
         self.path = Path(path).absolute()
-        self.about = self.path / "vault.json"
-        if create:
+        self.file = self.path / "vault.json"
+        if create and item is not None:
             self.path.mkdir(parents=True, exist_ok=True)
-        elif not self.about.exists():
+        elif not self.file.exists():
             raise FileNotFoundError(f"{self.path} holds no vault")
         folder = {"driver": "file", "path": f"{self.path}/"}
         self.files = ts.KvStore.open(folder, context=ts.Context(CONTEXT)).result()
         has_arrays = any(path.is_dir() for path in self.path.iterdir())
-        if not self.about.exists() and not has_arrays:
-            self._count(0)
-        len(self)  # compares the leaves
+        if not self.file.exists() and not has_arrays:
+            self._save({"leaves": leaves, "num_envs": num_envs, "about": about, "rows": 0})
+        stored = self._load()
+        self.leaves = stored["leaves"]
+        if item is not None and leaves != self.leaves:
+            raise ValueError(f"{self.path} holds {self.leaves}, not {leaves}")
+        self.arrays = {name: self._open(name, leaf) for name, leaf in self.leaves.items()}
+        if item is None:
+            envs = next(iter(self.arrays.values())).shape[1]
+            num_envs = stored.get("num_envs", envs)  # vaults had no such number before
+            self.names: Any = {unquote(name): name for name in self.leaves}
+        else:
+            self.names = tree_unflatten(tree_structure(row), leaves)
+        self.num_envs = num_envs
+        self.about = stored["about"] or about
+        self.env = 0 if num_envs is None else slice(None)
         self.lock: Any = None  # opened by the first write, which a reader has no right to
-        names = tree_unflatten(tree_structure(row), self.leaves)
-        self.arrays = tree_map(self._open, names, row)
 
-    def _open(self, name: str, row: np.ndarray) -> Any:
+    def _open(self, name: str, described: str) -> Any:
         """The array [rows, N, ...] of a leaf; its length is one that no run reaches."""
+        dtype, _, shape = described.removesuffix("]").partition("[")
+        row = np.zeros(json.loads(f"[{shape}]"), dtype)
         fitting = CHUNK_BYTES // max(row.nbytes, 1)
         rows = min(fitting, CHUNK_ROWS)
         chunk = [max(size, 1) for size in (rows, *row.shape)]
@@ -122,18 +160,18 @@ class Vault:
 
     def __len__(self) -> int:
         """How many rows can be read."""
-        text, _, checksum = self.about.read_bytes().rpartition(b"\n")
-        if checksum != b"%08x" % zlib.crc32(text):
-            raise ValueError(f"{self.about} was damaged: its checksum is another")
-        about = json.loads(text)
-        if about["leaves"] != self.leaves:
-            raise ValueError(f"{self.path} holds {about['leaves']}, not {self.leaves}")
-        return about["rows"]
+        return self._load()["rows"]
 
-    def _count(self, rows: int) -> None:
-        """Makes `rows` the number of rows that count; if it is killed, wholly or not at all."""
-        about = {"leaves": self.leaves, "rows": rows}
-        text = json.dumps(about, indent=1).encode()
+    def _load(self) -> dict:
+        """What vault.json says. `begin` is how many rows of the run came before row 0."""
+        text, _, checksum = self.file.read_bytes().rpartition(b"\n")
+        if checksum != b"%08x" % zlib.crc32(text):
+            raise ValueError(f"{self.file} was damaged: its checksum is another")
+        return {"about": {}, "begin": 0} | json.loads(text)
+
+    def _save(self, stored: dict) -> None:
+        """Writes vault.json; if it is killed, wholly or not at all."""
+        text = json.dumps(stored, indent=1).encode()
         self.files["vault.json"] = text + b"\n%08x" % zlib.crc32(text)
 
     def read(self, start: int, stop: int) -> Any:
@@ -144,70 +182,88 @@ class Vault:
         rows = len(self)
         if not 0 <= start <= stop <= rows:
             raise IndexError(f"rows {start} to {stop}, of a vault that has {rows}")
-        reads = tree_map(lambda array: array[start:stop].read(), self.arrays)
-        return tree_map(lambda read: read.result()[:, self.env], reads)
+        arrays = self._read(start, stop)
+        return tree_map(lambda name: arrays[name][:, self.env], self.names)
 
-    def write(self, state: Any) -> int:
+    def _read(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Rows [rows, N, ...] by the names of their leaves."""
+        reads = {name: array[start:stop].read() for name, array in self.arrays.items()}
+        return {name: read.result() for name, read in reads.items()}
+
+    def write(self, state: Any, *, begin_late: bool = False) -> int:
         """Appends the rows that `state` has and the vault has not; returns how many.
 
         It is that of a `uniform_replay`, `prioritised_replay` or `circular_buffer`. After a resume
         write the restored one first: rows after it are dropped. ValueError if rows are gone, or it
         is another buffer's, or another run's: of the last rows that both have none is alike, but
         for flags, which a resume changes. BlockingIOError for a second writer; PermissionError.
+
+        With `begin_late` rows may be gone before the first write: the oldest one held is row 0.
         """
-        is_new_lock = self.lock is None
-        if is_new_lock:
-            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
-            weakref.finalize(self, os.close, self.lock)
-        try:  # kept until the process ends or forgets this vault
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(f"{self.path} is written by another process") from error
-        if is_new_lock:
-            for left_over in self.path.rglob("*.__lock"):  # by writers that were killed
-                left_over.unlink()
-        axes = state.cursor.ndim  # of length 1, in front, as of one agent that is compiled
-        given = describe(state.storage, axes + 1)
+        ring, envs = ring_of(state)
+        given = describe(state.storage, state.cursor.ndim + 1)
         if given != self.leaves:
             raise ValueError(f"the state holds {given}, {self.path} {self.leaves}")
-        leaf = tree_leaves(state.storage)[0]
-        ring, envs, *_ = leaf.shape[axes:]
+        self._keep_others_out()
+        stored = self._load()
         modulus = cursor_modulus(ring, envs)
-        known, new = self._new_rows(state, modulus)
+        if begin_late and stored["rows"] == 0:
+            stored["begin"] = (state.cursor.item() - state.size.item()) % modulus
+        known, new = self._new_rows(state, stored, modulus)
         older = state.size.item() - new
         same = min(COMPARED, older, known)
-        items = newest(state, ring, same + new)
-        self._check_run(known, same, items)
+        leaves = tree_leaves(newest(state, ring, same + new))
+        items = dict(zip(given, leaves, strict=True))
+        self._check_run(stored["rows"], known, same, items)
         end = known + new
         span = slice(known - same, end)  # what is compared is written again, with its flags of now
-        writes = tree_map(lambda array, rows: array[span].write(rows), self.arrays, items)
+        writes = [self.arrays[name][span].write(rows) for name, rows in items.items()]
+        stored["about"] = stored["about"] or self.about
+        stored["rows"] = end
         try:
-            tree_map(lambda write: write.result(), writes)
-            self._count(end)
+            for write in writes:
+                write.result()
+            self._save(stored)
         except ValueError as error:
             if "no space left" not in str(error).lower():
                 raise
             raise OSError(errno.ENOSPC, "no space left", str(self.path)) from error
         return new
 
-    def _new_rows(self, state: Any, modulus: int) -> tuple[int, int]:
+    def _keep_others_out(self) -> None:
+        """Locks the vault until this process ends or forgets it."""
+        is_new_lock = self.lock is None
+        if is_new_lock:
+            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
+            weakref.finalize(self, os.close, self.lock)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"{self.path} is written by another process") from error
+        if is_new_lock:
+            for left_over in self.path.rglob("*.__lock"):  # by writers that were killed
+                left_over.unlink()
+
+    def _new_rows(self, state: Any, stored: dict, modulus: int) -> tuple[int, int]:
         """How many rows of the vault the state's run has written, and how many it has since."""
-        rows = len(self)
+        rows = stored["rows"]
         held = state.size.item()
-        ahead = (state.cursor.item() - rows) % modulus
+        ahead = (state.cursor.item() - stored["begin"] - rows) % modulus
         if ahead > modulus // 2:  # the cursor stands for the number that is nearest to `rows`
             ahead -= modulus
         gone = ahead - held
         if gone > 0:
-            raise ValueError(f"{gone} rows are gone: write before {held + 1} more are added")
+            hint = "" if rows else "; begin_late=True begins with the oldest one that is held"
+            raise ValueError(f"{gone} rows are gone: write before {held + 1} more are added{hint}")
+        if rows + ahead < 0:
+            raise ValueError(f"{self.path} begins with later rows than these: take a new path")
         return rows + min(ahead, 0), max(ahead, 0)
 
-    def _check_run(self, known: int, same: int, items: Any) -> None:
+    def _check_run(self, rows: int, known: int, same: int, items: dict) -> None:
         """Raises unless one of the `same` rows up to `known` is as in `items`, or none is there."""
-        rows = len(self)
         if rows == 0 or (known > 0 and same == 0):
             return
-        stored = bytes_of(self.read(known - same, known), same)
+        stored = bytes_of(self._read(known - same, known), same)
         given = bytes_of(items, same)
         if not any(map(operator.eq, stored, given)):
             hint = "take a new path for a new run; after a resume write the restored state first"

@@ -26,6 +26,7 @@ from dqn_jax import DQN, Step
 
 GAMMA = 0.8
 DQN_FLAGS = dict(
+    adam_epsilon=1e-2,  # with less, Adam makes large steps of the rounding of small gradients
     total_timesteps=16_000,
     learning_starts=200,
     buffer_size=1_000,

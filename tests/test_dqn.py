@@ -1065,7 +1065,7 @@ def test_image_probe():
     """uint8 images go through the Nature CNN, stay uint8 in the buffer, and can be learned from."""
     black = np.zeros((4, 36, 36), np.uint8)
     white = np.full((4, 36, 36), 255, np.uint8)
-    flags = dict(total_timesteps=1_000, batch_size=16, learning_rate=3e-4, adam_epsilon=1e-8)
+    flags = dict(total_timesteps=1_000, batch_size=16, learning_rate=3e-4)
     state, q = learned_q(dqn_jax, "ProbeImage-v0", np.stack([black, white]), PROBE, **flags)
     stored = state.replay.storage
     assert stored.observation.dtype == jnp.uint8

@@ -1,5 +1,6 @@
 """--save-experience keeps all that the replay was given, beyond its ring."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,22 @@ def test_all_steps_are_kept_beyond_the_ring(module):
     np.testing.assert_array_equal(steps.reward[steps.valid], before[steps.valid] + 1)
 
 
+@pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax])
+def test_the_vault_says_what_its_experience_is_of(module):
+    args = module.Args(**FLAGS)
+    run = module.Run(env_kwargs='{"sutton_barto_reward": true}', seed=3)
+    alg, _ = module.set_up(args, run)
+    with closing(module.make_envs(args, run, 2)) as envs:
+        _, _, log = module.start(alg, run, envs, jax.random.PRNGKey(0), ())
+    log.writer.close()
+    assert Vault(log.folder / "experience").about == {
+        "env_id": "CartPole-v1",
+        "env_kwargs": {"sutton_barto_reward": True},
+        "seed": 3,
+        "script": module.__name__,
+    }
+
+
 def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
     flags = FLAGS | dict(buffer_size=400)
     run = COUNTER | dict(checkpoint_interval=100)
@@ -106,6 +123,8 @@ def test_of_a_compiled_agent(module):
     vault = Vault(folder / "experience", alg.stored, 2, create=False)
     assert len(vault) == 200
     assert_same_rows(vault.read(100, 200), storage)
+    about = {"env_id": "phys2d/CartPole-v1", "env_kwargs": {}, "seed": 1}
+    assert vault.about == about | {"script": module.__name__}
 
 
 def test_of_many_agents_it_is_a_mistake():

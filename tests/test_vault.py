@@ -1,6 +1,7 @@
 """vault.py: row r of a run is row r of its vault, whatever happens to the process and the disk."""
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import zlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +147,7 @@ def test_the_count_of_rows_is_followed_past_its_modulus(tmp_path):
     begin = 2**30 // 20 * 10 - 7  # rows of a run up to here, of which the vault has the last 10
     for name, x in rows(0, 10).items():
         vault.arrays[name][begin - 10 : begin].write(x).result()
-    vault._count(begin)
+    vault._save(vault._load() | {"rows": begin})
     state = replay.init(ITEM)
     state = replay.add_batch(state._replace(cursor=state.cursor + begin - 10), rows(0, 10))
     assert (vault.write(state), len(vault)) == (0, begin)
@@ -216,6 +219,165 @@ def test_a_vault_that_is_not_there_is_not_created_for_reading(tmp_path, there):
     with pytest.raises(FileNotFoundError, match=f"^{path} holds no vault$"):
         Vault(path, ITEM, num_envs=2, create=False)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+class Body(NamedTuple):
+    velocity: Any
+    angle: Any
+
+
+NESTED = {
+    "b/c.d %": Body(velocity=np.zeros(2, np.float32), angle=(np.int32(0), np.uint8(0))),
+    "a": [np.False_],
+}
+
+
+@pytest.mark.parametrize("num_envs", [None, 1, 3])
+def test_one_of_which_nothing_is_known_is_read_by_the_names_of_its_leaves(tmp_path, num_envs):
+    replay, vault = buffers.uniform_replay(30, num_envs=num_envs), Vault(tmp_path, NESTED, num_envs)
+    envs = () if num_envs is None else (num_envs,)
+    random = np.random.default_rng(0)
+    steps = jax.tree.map(
+        lambda x: random.integers(2, size=(10, *envs, *x.shape)).astype(x.dtype), NESTED
+    )
+    vault.write(replay.add_batch(replay.init(NESTED), steps))
+    again = Vault(tmp_path)
+    assert again.num_envs == num_envs
+    got = again.read(2, 9)
+    expected = {
+        "a.0": steps["a"][0],
+        "b/c.d %.velocity": steps["b/c.d %"].velocity,
+        "b/c.d %.angle.0": steps["b/c.d %"].angle[0],
+        "b/c.d %.angle.1": steps["b/c.d %"].angle[1],
+    }
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert got[name].dtype == x.dtype
+        np.testing.assert_array_equal(got[name], x[2:9])
+
+
+def test_bare_items_of_one_of_which_nothing_is_known(tmp_path):
+    replay, vault = buffers.uniform_replay(4), Vault(tmp_path, jnp.bfloat16(0))
+    vault.write(replay.add_batch(replay.init(jnp.bfloat16(0)), jnp.arange(3, dtype=jnp.bfloat16)))
+    got = Vault(tmp_path).read(0, 3)
+    assert got.keys() == {"item"}
+    assert got["item"].dtype == jnp.bfloat16
+    assert got["item"].tolist() == [0, 1, 2]
+
+
+def test_one_of_which_nothing_is_known_is_written_to_by_name(tmp_path):
+    """The leaves of a NamedTuple are in another order than those of a dict."""
+    item = Body(velocity=np.int32(0), angle=np.int32(0))
+    replay = buffers.uniform_replay(4)
+    state = replay.add(replay.init(item), Body(1, 2))
+    Vault(tmp_path, item).write(state)
+    vault = Vault(tmp_path)
+    assert vault.write(replay.add(state, Body(3, 4))) == 1
+    got = vault.read(0, 2)
+    assert (got["velocity"].tolist(), got["angle"].tolist()) == ([1, 3], [2, 4])
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_an_item_there_must_be_a_vault(tmp_path, there):
+    path = tmp_path / "experience"
+    if there:
+        path.mkdir()
+    with pytest.raises(FileNotFoundError, match=f"^{path} holds no vault$"):
+        Vault(path)
+    assert path.exists() == there
+
+
+def test_what_it_is_about_is_kept(tmp_path):
+    about = {"env_id": "Probe-v0", "env_kwargs": {"sizes": (1, 2)}, "seed": 3}
+    as_read = {"env_id": "Probe-v0", "env_kwargs": {"sizes": [1, 2]}, "seed": 3}
+    assert Vault(tmp_path, ITEM, num_envs=2, about=about).about == as_read
+    filled(tmp_path)
+    assert Vault(tmp_path).about == as_read
+    other = Vault(tmp_path, ITEM, num_envs=2, about={"env_id": "Other-v0"})
+    assert other.about == as_read
+
+
+def test_what_it_is_about_must_be_json(tmp_path):
+    with pytest.raises(TypeError, match="ndarray is not JSON serializable"):
+        Vault(tmp_path / "new", ITEM, num_envs=2, about={"mean": np.zeros(2)})
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_that_was_written_before_is_told_what_it_is_about_by_the_next_write(tmp_path):
+    """There were only `leaves` and `rows` in vault.json."""
+    replay, state, vault = filled(tmp_path)
+    stored = {"leaves": vault.leaves, "rows": 40}
+    text = json.dumps(stored, indent=1).encode()
+    (tmp_path / "vault.json").write_bytes(text + b"\n%08x" % zlib.crc32(text))
+    del vault
+    assert (Vault(tmp_path).about, Vault(tmp_path).num_envs) == ({}, 2)
+    assert_holds(Vault(tmp_path), 0, 40)
+    again = Vault(tmp_path, ITEM, num_envs=2, about={"seed": 3})
+    assert again.write(replay.add_batch(state, rows(40, 50))) == 10
+    assert Vault(tmp_path).about == {"seed": 3}
+    assert_holds(Vault(tmp_path), 0, 50)
+
+
+def test_a_ring_that_has_gone_round_is_written_only_if_that_is_said(tmp_path):
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    state = replay.add_batch(replay.init(ITEM), rows(0, 9))
+    state = replay.add_batch(state, rows(9, 17))
+    with pytest.raises(ValueError, match=r"7 rows are gone: .*; begin_late=True begins with the"):
+        vault.write(state)
+    assert len(vault) == 0
+    assert vault.write(state, begin_late=True) == 10
+    held = vault.read(0, 10)
+    np.testing.assert_array_equal(held["count"], rows(7, 17)["count"])
+
+
+def test_one_that_began_late_goes_on_as_any_other(tmp_path):
+    """Row r of it is row r + 7 of the run."""
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    state = replay.add_batch(replay.init(ITEM), rows(0, 17))
+    vault.write(state, begin_late=True)
+    checkpoint = replay.add_batch(state, rows(17, 20))
+    assert vault.write(jax.tree.map(jnp.copy, checkpoint), begin_late=True) == 3
+    other = jax.tree.map(lambda x: x + 1, rows(20, 26))
+    state = replay.add_batch(jax.tree.map(jnp.copy, checkpoint), other)
+    assert vault.write(state) == 6
+    del vault
+    again = Vault(tmp_path, ITEM, num_envs=2)
+    assert again.write(checkpoint) == 0  # a resume drops what came after it
+    assert len(again) == 13
+    state = replay.add_batch(checkpoint, rows(20, 30))
+    assert again.write(state) == 10
+    np.testing.assert_array_equal(again.read(0, 23)["count"], rows(7, 30)["count"])
+    state = replay.add_batch(state, rows(30, 42))
+    with pytest.raises(ValueError, match=r"2 rows are gone: write before 11 more are added$"):
+        again.write(state, begin_late=True)
+
+
+def test_of_one_that_began_late_rows_from_before_are_an_error(tmp_path):
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    before = replay.add_batch(replay.init(ITEM), rows(0, 5))
+    state = replay.add_batch(jax.tree.map(jnp.copy, before), rows(5, 17))
+    vault.write(state, begin_late=True)
+    with pytest.raises(ValueError, match="begins with later rows than these: take a new path"):
+        vault.write(before)
+    assert len(vault) == 10
+
+
+def test_a_clustered_state_is_refused(tmp_path):
+    inner = buffers.uniform_replay(20, num_envs=2)
+    replay = buffers.clustered_replay(3, inner, lambda step: step["count"][0] % 3)
+    with pytest.raises(TypeError, match="the order of its items: add the same items to a circular"):
+        Vault(tmp_path, ITEM, num_envs=2).write(replay.init(ITEM))
+
+
+def test_stacked_states_are_written_one_by_one(tmp_path):
+    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    agents = [replay.add_batch(replay.init(ITEM), rows(i, i + 6)) for i in (0, 6)]
+    states = jax.tree.map(lambda *x: jnp.stack(x), *agents)
+    hint = r"2 states, stacked: .* such as jax.tree.map\(lambda x: x\[0\], state\)"
+    with pytest.raises(ValueError, match=hint):
+        vault.write(states)
+    assert vault.write(jax.tree.map(lambda x: x[0], states)) == 6
+    assert_holds(vault, 0, 6)
 
 
 def test_one_that_is_opened_for_reading_is_as_any_other(tmp_path):
