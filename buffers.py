@@ -96,6 +96,7 @@ class Replay(NamedTuple):
     add_and_sample: Callable  # (state, items, key, batch_size) -> (state, Sample)
     get: Callable  # (state, indices) -> experience
     update: Callable  # (state, fn, indices=None, *args) -> state
+    indices: Callable  # (state) -> (indices [max_size] int32, is_held [max_size] bool)
     size: Callable  # (state) -> [] int32
     can_sample: Callable  # (state, min_size=1) -> [] bool
     set_priorities: Any = None  # (state, indices, priorities) -> state; None if not prioritised
@@ -578,6 +579,24 @@ class Core(NamedTuple):
         priorities = priorities.reshape(-1).astype(float32)
         return self.set_priorities(self.layout, state, indices.reshape(-1), priorities)
 
+    def indices(self, state: State) -> tuple[Array, Array]:
+        """The indices of all items, oldest first: (indices [max_size] int32, is_held [max_size]
+        bool), for `get`, `update` and `set_priorities`. The items held come first, then an index
+        of -1 for each place that is still empty. In a clustered buffer this is so for each cluster,
+        one after the other. With `sequence_length` W a window that can be drawn begins at each item
+        held but the last (W - 1) * num_envs; with `period` only where index // num_envs is a
+        multiple of it.
+        """
+        _check_state(self, state)
+        layout = self.layout
+        place = jnp.arange(layout.capacity, dtype=int32)[None]  # in a ring, from its oldest item
+        is_held = place // layout.envs < state.size.reshape(-1, 1)
+        oldest = (state.cursor - state.size).reshape(-1, 1)
+        row = (oldest + place // layout.envs) % layout.modulus
+        cluster = jnp.arange(layout.clusters, dtype=int32)[:, None]
+        index = (row * layout.envs + place % layout.envs) * layout.clusters + cluster
+        return jnp.where(is_held, index, -1).ravel(), is_held.ravel()
+
     def size(self, state: State) -> Array:
         """Items held, over all environments: [] int32."""
         return state.size.sum(axis=self.cluster_axis, dtype=int32) * self.layout.envs
@@ -647,6 +666,7 @@ def _replay(core: Core, donate: bool) -> Replay:
         add_and_sample=add_and_sample,
         get=get,
         update=update,
+        indices=jax.jit(core.indices),
         size=jax.jit(core.size),
         can_sample=jax.jit(core.can_sample),
         set_priorities=_priority_setter(core, jit) if core.set_priorities else None,
@@ -1056,20 +1076,27 @@ def clustered_replay(
       num_clusters: K.
       cluster_buffer: a `uniform_replay` or a `prioritised_replay`, with streams or without, of the
         size of one cluster; its donate and debug do not count. Each has a max_priority of its own.
-      clustering_fn: gives the cluster, an integer from 0 to K - 1, of what `add` takes: an item, or
-        a step of N environments. One that is outside of that counts as the nearest.
+        Steps of a cluster do not follow each other: whole windows or episodes are stored as items.
+      clustering_fn: gives the cluster, an integer from 0 to K - 1 or a bool, of what `add` takes:
+        an item, or a step of N environments. One outside of that counts as the nearest.
       distribution_power: a cluster is drawn in proportion to the number of items that a draw may
         start at, to this power: 0 draws all clusters alike that have any, 1 as one uniform buffer.
       donate, debug: as in `uniform_replay`.
 
     Raises TypeError or ValueError if `num_clusters` is not an int of at least 1, `cluster_buffer`
-    is not one of those, or all clusters together hold more than 2**29 items.
+    is not one of those or has a `sequence_length` above 1, or all clusters together hold more than
+    2**29 items.
     """
     clusters = _positive("num_clusters", num_clusters)
     inner = getattr(cluster_buffer, "core", None)
     if inner is None or inner.cluster_axis:
         given = type(cluster_buffer).__name__
         raise TypeError(f"cluster_buffer must be a uniform or a prioritised replay, got {given}")
+    if inner.layout.window > 1:
+        raise TypeError(
+            f"cluster_buffer has sequence_length={inner.layout.window}, but the steps of a cluster "
+            "do not follow each other: leave it out, and store whole windows or episodes as items"
+        )
     layout = inner.layout._replace(clusters=clusters, debug=debug)
     if layout.capacity * clusters > 2**29:
         raise ValueError(f"{clusters} times {layout.capacity} items are more than 2**29")
@@ -1095,8 +1122,11 @@ def _advance_clusters(
     """Every cluster advances by all rows, of which those of others are left out."""
     items = rows if layout.streams else tree_map(lambda leaf: leaf[:, 0], rows)
     cluster = jnp.asarray(jax.vmap(clustering_fn)(items))  # [L]
+    if cluster.dtype == bool:
+        cluster = cluster.astype(int32)
     if cluster.ndim != 1 or not jnp.issubdtype(cluster.dtype, jnp.integer):
-        raise TypeError(f"clustering_fn must return one integer, got {jax.typeof(cluster)}")
+        given = jax.typeof(cluster)
+        raise TypeError(f"clustering_fn must return one integer or bool, got {given}")
     cluster = jnp.clip(cluster, 0, layout.clusters - 1)
     is_member = jax.nn.one_hot(cluster, layout.clusters, dtype=bool, axis=0)  # [K, L]
     if mask is not None:

@@ -28,15 +28,15 @@ FACTORIES = {
     "clustered": lambda: buffers.clustered_replay(
         2, buffers.uniform_replay(6), lambda item: item["id"] % 2
     ),
-    "clustered sequences": lambda: buffers.clustered_replay(
+    "clustered streams": lambda: buffers.clustered_replay(
         2,
-        buffers.prioritised_replay(18, 1.0, num_envs=3, sequence_length=3, period=2),
+        buffers.prioritised_replay(18, 1.0, num_envs=3),
         lambda step: step["id"][0] % 2,
         1.0,
     ),
 }
 BUFFERS = {kind: factory() for kind, factory in FACTORIES.items()}
-ENVS = {kind: (3,) if "sequences" in kind else () for kind in BUFFERS}
+ENVS = {kind: (3,) if kind.endswith(("sequences", "streams")) else () for kind in BUFFERS}
 SPECIAL = ("items", "prioritised", "clustered")  # items are sequences of one
 KINDS = [slow(kind) if kind in SPECIAL else kind for kind in BUFFERS]
 REPLICAS, STEPS, DEVICES = 4, 3, 2
@@ -69,6 +69,7 @@ def replay_step(buffer, state, x):
     state = buffer.update(state, shift)
     state = buffer.update(state, shift_by, out["sample"].indices[:1], jnp.array([10]))
     out["got"] = buffer.get(state, out["sample"].indices)
+    out["indices"] = buffer.indices(state)
     if getattr(buffer, "set_priorities", None):
         priorities = jnp.array([0.5, 3.0, 1.0, 0.0, 2.0])
         at = jnp.where(jnp.arange(5) < 1, out["sample"].indices, -1)  # one: no duplicates
@@ -160,7 +161,7 @@ def eager(kind):
 
 
 # `pmap` is made of `shard_map`: it is tried with the buffers that have all that the others have.
-PMAPPED = ("circular", "clustered sequences")
+PMAPPED = ("circular", "clustered streams")
 
 
 @pytest.mark.parametrize(

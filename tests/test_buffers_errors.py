@@ -375,6 +375,7 @@ def test_states_that_are_stacked(kind, stack):
         calls += [
             lambda: buffer.sample(states, KEY, 2),
             lambda: buffer.add_and_sample(states, many, KEY, 2),
+            lambda: buffer.indices(states),
         ]
     if kind == "prioritised":
         calls += [lambda: buffer.set_priorities(states, np.arange(3), np.ones(3))]

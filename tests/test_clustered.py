@@ -27,7 +27,7 @@ def by_first_id(step):
 INNER = {
     "uniform": buffers.uniform_replay(ROWS),
     "prioritised": buffers.prioritised_replay(ROWS),
-    "streams": buffers.prioritised_replay(2 * ROWS, num_envs=2, sequence_length=2),
+    "streams": buffers.prioritised_replay(2 * ROWS, num_envs=2),
 }
 REPLAYS = {
     kind: buffers.clustered_replay(K, inner, by_first_id if kind == "streams" else by_id)
@@ -54,24 +54,15 @@ def test_each_cluster_holds_its_newest(kind, added):
             if keep:
                 model[row % K].append(row)
         total += length
-        assert int(replay.size(state)) == sum(map(len, model)) * (2 if kind == "streams" else 1)
-        if kind == "streams":
-            windows = {
-                (2 * a + env, 2 * b + env)
-                for ring in model
-                for a, b in zip(list(ring)[:-1], list(ring)[1:], strict=True)
-                for env in range(2)
-            }
-        else:
-            windows = {(row,) for ring in model for row in ring}
-        assert bool(replay.can_sample(state)) == bool(windows)
-        if not windows:
+        held = {i for ring in model for row in ring for i in ids_of(kind, row, 1).ravel().tolist()}
+        assert int(replay.size(state)) == len(held)
+        assert bool(replay.can_sample(state)) == bool(held)
+        if not held:
             with pytest.raises(ValueError, match="nothing to draw"):
                 replay.sample(state, jax.random.key(0), 512)
             continue
         sample = replay.sample(state, jax.random.key(total), 512)
-        drawn = decode(sample.experience).reshape(512, -1)
-        assert set(map(tuple, drawn.tolist())) == windows
+        assert set(decode(sample.experience).tolist()) == held
         np.testing.assert_array_equal(decode(replay.get(state, sample.indices)), decode(sample[0]))
 
 
@@ -170,6 +161,42 @@ def test_trajectories_by_return():
     )
 
 
+def test_windows_that_are_items_keep_steps_that_follow_each_other():
+    """Each window is clustered by its last step; the steps in it stay together."""
+    replay = buffers.clustered_replay(2, buffers.uniform_replay(8), lambda x: x["id"][-1] % 2)
+    starts = np.arange(10)
+    windows = encode(starts[:, None] + np.arange(3))
+    state = replay.add_batch(replay.init(encode(np.zeros(3))), windows)
+    drawn = decode(replay.sample(state, jax.random.key(0), 256).experience)
+    assert set(drawn[:, 0].tolist()) == set(range(10))
+    np.testing.assert_array_equal(np.diff(drawn, axis=1), 1)
+
+
+@pytest.mark.parametrize("make", [buffers.uniform_replay, buffers.prioritised_replay])
+def test_windows_of_a_cluster_are_refused(make):
+    message = r"sequence_length=2, but .* do not follow each other.*store whole windows or episodes"
+    with pytest.raises(TypeError, match=message):
+        buffers.clustered_replay(2, make(20, sequence_length=2), by_id)
+
+
+def test_windows_of_one_step_are_taken():
+    inner = buffers.uniform_replay(20, sequence_length=1)
+    replay = buffers.clustered_replay(2, inner, lambda x: x % 2)
+    state = replay.add_batch(replay.init(0), jnp.arange(6))
+    drawn = replay.sample(state, jax.random.key(0), 64).experience
+    assert drawn.shape == (64, 1)
+    assert set(drawn.ravel().tolist()) == set(range(6))
+
+
+@pytest.mark.parametrize(
+    ("is_large", "sizes"), [(lambda x: x >= 4, [4, 2]), (lambda x: True, [0, 4])]
+)
+def test_a_cluster_may_be_a_bool(is_large, sizes):
+    replay = buffers.clustered_replay(2, buffers.uniform_replay(4), is_large)
+    state = replay.add_batch(replay.init(0), jnp.arange(6))
+    assert state.size.tolist() == sizes
+
+
 def test_a_cluster_out_of_range_counts_as_the_nearest():
     replay = buffers.clustered_replay(3, buffers.uniform_replay(4), lambda x: x)
     for add_batch in (replay.add_batch, jax.jit(replay.add_batch)):
@@ -197,5 +224,5 @@ def test_impossible_buffers(error, message, make):
 @pytest.mark.parametrize("fn", [lambda x: 1.0, lambda x: jnp.zeros(2, jnp.int32)])
 def test_clusters_that_are_not_integers(fn):
     replay = buffers.clustered_replay(2, buffers.uniform_replay(4), fn)
-    with pytest.raises(TypeError, match="clustering_fn must return one integer, got"):
+    with pytest.raises(TypeError, match="clustering_fn must return one integer or bool, got"):
         replay.add(replay.init(0), 1)

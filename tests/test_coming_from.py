@@ -1,7 +1,16 @@
-"""docs/buffers.md, "Coming from": each line runs, and the peers' quickstarts give the same."""
+"""docs/buffers.md, "Coming from": both columns run, and hold and draw the same, line by line.
+
+The left column of Flashbax runs in Flashbax. Those of the others run in what their documentation
+says, in plain Python: dejax does not run on a JAX of today, and Stable-Baselines3 needs torch.
+"""
 
 import re
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import flashbax as fbx
+import flashbax.vault  # as fbx.vault
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,45 +18,407 @@ import pytest
 from events import ROOT
 
 import buffers
+from vault import Vault
 
 PAGE = (ROOT / "docs" / "buffers.md").read_text()
+KEY = jax.random.key(0)
+assert_close = partial(np.testing.assert_allclose, rtol=1e-5)
 
 
-def test_every_line_of_coming_from_runs():
-    section = PAGE.split("## Coming from")[1]
-    lines = re.findall(r"^\|.*\| `(.+)` \|$", section, re.MULTILINE)
-    assert len(lines) > 30
-    item = {"observation": jnp.zeros(3), "reward": 0.0}
+# ------------------------------------------------------------------------------------ the columns
 
-    def several(*lead):
-        return {
-            "observation": jnp.ones((*lead, 3)),
-            "reward": jnp.arange(np.prod(lead)).reshape(lead) * 1.0,
-        }
 
-    names = dict(
-        buffers=buffers,
-        jax=jax,
-        jnp=jnp,
-        key=jax.random.key(0),
-        item=item,
-        items=several(20),
-        step=several(4) | {"reward": 20 * jnp.arange(4.0) - 1},
-        steps=several(20, 4),
-        sequences=several(4, 20),
-        item_update_fn=lambda x: jax.tree.map(lambda leaf: leaf + 1, x),
-        clustering_fn=lambda x: jnp.int32(x["reward"] > 5),
+def items_of(ids):
+    """Items [*ids.shape, ...] with the id in both fields."""
+    ids = jnp.asarray(ids, jnp.float32)
+    return {"observation": jnp.repeat(ids[..., None], 3, axis=-1), "reward": ids}
+
+
+SEQUENCES = np.arange(32).reshape(8, 4).T  # [environments, steps]
+OF_TWO_DEVICES = np.stack([SEQUENCES, 500 + SEQUENCES])
+NAMES = {
+    "jax": jax,
+    "jnp": jnp,
+    "buffers": buffers,
+    "key": KEY,
+    "item": items_of(1000),
+    "items": items_of(np.arange(100, 110)),
+    "other_items": items_of(np.arange(300, 310)),
+    "transition": items_of(5),
+    "step": items_of(np.arange(200, 204)),
+    "sequences": items_of(SEQUENCES),
+    "sequences_of_two": items_of(OF_TWO_DEVICES),
+    "steps_of_two": items_of(OF_TWO_DEVICES.swapaxes(1, 2)),
+    "item_update_fn": lambda item: jax.tree.map(lambda x: x + 1, item),
+    "clustering_fn": lambda item: (item["reward"] >= 105).astype(int),
+}
+
+
+def rows(heading):
+    """The code (left, right) of each row of the table under a heading; "" for an empty cell."""
+    section = PAGE.split(f"\n### {heading}\n")[1].split("\n#")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [(left.strip(" `"), right.strip(" `")) for left, right, _ in lines[2:]]
+
+
+def assigned(line):
+    """The names that a line assigns."""
+    names = re.match(r"([\w, ]+) = ", line)
+    return set(names[1].split(", ")) if names else set()
+
+
+def run_table(heading, theirs, held=None):
+    """Runs both columns, and compares each name that both assign in a row; gives all names of both.
+
+    What `held` gives of a state there is what `held_here` gives of one here.
+    """
+    theirs = NAMES | theirs
+    ours = NAMES | {"Vault": Vault}
+    for left, right in rows(heading):
+        exec(left, theirs)
+        exec(right, ours)
+        for name in assigned(left) & assigned(right) - NOT_COMPARED:
+            if name in ("state", "other"):
+                there, here = held(theirs[name]), held_here(ours[name])
+            else:
+                part = COMPARED.get(name, exactly)
+                there, here = part(theirs[name]), part(ours[name])
+            jax.tree.map(assert_close, there, here)
+    return theirs, ours
+
+
+# ------------------------------------------------------------------------------ what is compared
+
+
+def held_here(state):
+    """The ids of the items that a state holds, oldest first."""
+    ids = np.asarray(state.storage["reward"])
+    ids = ids.reshape(len(ids), -1)  # [T, N]
+    sizes = np.reshape(state.size, -1)  # of each cluster
+    cursors = np.reshape(state.cursor, -1)
+    rings = ids.reshape(len(sizes), -1, ids.shape[1])
+    held = []
+    for ring, cursor, size in zip(rings, cursors, sizes, strict=True):
+        held.append(ring[np.arange(cursor - size, cursor) % len(ring)].tolist())
+    return held
+
+
+def held_by_flashbax(state):
+    ids = np.asarray(state.experience["reward"]).T  # [T, N]
+    end = int(state.write_index if hasattr(state, "write_index") else state.current_index)
+    start = int(getattr(state, "read_index", 0))
+    if state.is_full:
+        return [np.roll(ids, -end, axis=0).tolist()]
+    return [ids[start:end].tolist()]
+
+
+def ids_of(drawn):
+    """The ids [B, steps] of items, windows, or Flashbax's pairs, in a sample or not."""
+    drawn = getattr(drawn, "experience", drawn)
+    if hasattr(drawn, "first"):
+        return np.stack([ids_of(drawn.first)[:, 0], ids_of(drawn.second)[:, 0]], axis=1)
+    ids = np.asarray(drawn["reward"])
+    observation = np.asarray(drawn["observation"])
+    np.testing.assert_array_equal(observation, np.repeat(ids[..., None], 3, axis=-1))
+    return ids.reshape(len(ids), -1)
+
+
+def all_drawn(batch):
+    """How many, and which: in a batch of 256 of few items all are there."""
+    ids = ids_of(batch)
+    return ids.shape, np.unique(ids, axis=0).tolist()
+
+
+def drawn_by_each_device(batches):
+    pairs = batches.experience
+    each = [jax.tree.map(lambda x, i=i: x[i], pairs) for i in range(2)]
+    return [all_drawn(pairs) for pairs in each]
+
+
+def probabilities_of(sample):
+    """The probability of each item or window that can be drawn, by its first id."""
+    first = ids_of(sample)[:, 0].tolist()
+    return dict(zip(first, sample.probabilities.tolist(), strict=True))
+
+
+def exactly(value):
+    return value
+
+
+COMPARED = {
+    "batch": all_drawn,
+    "pair": all_drawn,
+    "first": all_drawn,
+    "second": all_drawn,
+    "batches": drawn_by_each_device,
+    "sample": probabilities_of,
+    "weights": np.unique,
+    "rewards": np.unique,
+}
+NOT_COMPARED = {"queue", "vault", "states", "popped", "data"}  # the rows after them compare parts
+
+
+# ------------------------------------------------------- what dejax and others say that they do
+
+
+def stacked(items):
+    return jax.tree.map(lambda *x: jnp.stack(x), *items)
+
+
+def one_by_one(items):
+    return [jax.tree.map(lambda x, i=i: x[i], items) for i in range(len(items["reward"]))]
+
+
+class DejaxUniform:
+    """A state is a tuple of items: the oldest goes first, and all are drawn alike."""
+
+    def __init__(self, max_size):
+        self.max_size = max_size
+
+    def init_fn(self, item):
+        return ()
+
+    def add_fn(self, state, item):
+        return (*state, item)[-self.max_size :]
+
+    def add_batch_fn(self, state, items):
+        for item in one_by_one(items):
+            state = self.add_fn(state, item)
+        return state
+
+    def size_fn(self, state):
+        return len(state)
+
+    def sample_fn(self, state, key, batch_size):
+        chosen = jax.random.randint(key, (batch_size,), 0, len(state))
+        return stacked([state[i] for i in chosen.tolist()])
+
+    def update_fn(self, state, item_update_fn):
+        return tuple(map(item_update_fn, state))
+
+
+class DejaxClustered(DejaxUniform):
+    """A state is a list of those of the clusters; a cluster is drawn, then an item of it."""
+
+    def __init__(self, num_clusters, cluster_buffer, clustering_fn):
+        self.num_clusters = num_clusters
+        self.cluster_buffer = cluster_buffer
+        self.clustering_fn = clustering_fn
+
+    def init_fn(self, item):
+        return [()] * self.num_clusters
+
+    def add_fn(self, state, item):
+        cluster = int(self.clustering_fn(item))
+        grown = self.cluster_buffer.add_fn(state[cluster], item)
+        return [*state[:cluster], grown, *state[cluster + 1 :]]
+
+    def sample_fn(self, state, key, batch_size):
+        rng = np.random.default_rng(jax.random.key_data(key).tolist())
+        filled = [cluster for cluster in state if cluster]
+        clusters = rng.integers(len(filled), size=batch_size)
+        return stacked([filled[i][rng.integers(len(filled[i]))] for i in clusters])
+
+
+class DejaxRing(NamedTuple):
+    items: tuple
+    max_size: int
+
+
+def push(ring, item):
+    return ring._replace(items=(*ring.items, item)[-ring.max_size :])
+
+
+def pop(ring):
+    return ring.items[0], ring._replace(items=ring.items[1:])
+
+
+def held_by_dejax(state):
+    items = state.items if isinstance(state, DejaxRing) else state
+    clusters = items if isinstance(items, list) else [items]
+    return [[[float(item["reward"])] for item in cluster] for cluster in clusters]
+
+
+class FunctionalState(NamedTuple):
+    data: dict
+    position: int
+    size: int
+
+
+class FunctionalReplayBuffer:
+    """Writes at `position`, round and round, and draws from the first `size` rows of `data`."""
+
+    def __init__(self, buffer_size):
+        self.buffer_size = buffer_size
+
+    def init(self, item):
+        data = jax.tree.map(lambda x: np.zeros((self.buffer_size, *x.shape)), item)
+        return FunctionalState(data, 0, 0)
+
+    def add(self, state, items):
+        data = jax.tree.map(np.copy, state.data)
+        position = state.position
+        for item in one_by_one(items):
+            for name, value in item.items():
+                data[name][position] = value
+            position = (position + 1) % self.buffer_size
+        size = min(state.size + len(items["reward"]), self.buffer_size)
+        return FunctionalState(data, position, size)
+
+    def sample(self, state, batch_size, key):
+        chosen = jax.random.randint(key, (batch_size,), 0, state.size)
+        return state, jax.tree.map(lambda x: x[chosen], state.data)
+
+    def add_and_sample(self, state, items, batch_size, key):
+        return self.sample(self.add(state, items), batch_size, key)
+
+
+def held_by_functional(state):
+    oldest = state.position - state.size
+    ids = state.data["reward"][np.arange(oldest, state.position) % len(state.data["reward"])]
+    return [ids[:, None].tolist()]
+
+
+class StableBaselinesReplayBuffer:
+    """A list of transitions [n_envs, ...] that loses its oldest."""
+
+    def __init__(self, size, observation_space, action_space, n_envs, optimize_memory_usage=False):
+        self.size = size
+        self.rewards = []
+
+    def add(self, obs, next_obs, actions, rewards, terminations, infos):
+        self.rewards = [*self.rewards, rewards][-self.size :]
+
+    def sample(self, batch_size):
+        chosen = np.random.default_rng(0).integers(len(self.rewards), size=batch_size)
+        return SimpleNamespace(rewards=np.stack(self.rewards)[chosen])
+
+
+# ------------------------------------------------------------------------------------- the tables
+
+
+def test_dejax():
+    dejax = SimpleNamespace(uniform_replay=DejaxUniform, clustered_replay=DejaxClustered)
+    run_table("dejax", {"dejax": dejax}, held_by_dejax)
+
+
+def test_dejax_circular_buffer():
+    circular_buffer = SimpleNamespace(
+        init=lambda item, max_size: DejaxRing((), max_size),
+        push=push,
+        pop=pop,
+        get_at_index=lambda ring, index: ring.items[index],
+        size=lambda ring: len(ring.items),
     )
-    for line in lines:
-        exec(line, names)
-    # What some of them must have given.
-    assert names["window"]["reward"].shape == (32, 2)
-    np.testing.assert_array_equal(names["second"]["reward"], names["first"]["reward"] + 1)
-    assert names["can_add"]
-    assert names["can_pop"]
-    np.testing.assert_array_equal(names["batch"]["reward"], np.arange(32).reshape(8, 4))
-    np.testing.assert_allclose(names["weights"], 1, rtol=1e-6)
-    assert names["data"]["observation"].shape == (128, 3)
+    run_table("dejax.circular_buffer", {"circular_buffer": circular_buffer}, held_by_dejax)
+
+
+@pytest.mark.parametrize(
+    "subject", ["items", "steps of several environments", "trajectories", "prioritised", "a queue"]
+)
+def test_flashbax(subject):
+    run_table(f"Flashbax: {subject}", {"fbx": fbx}, held_by_flashbax)
+
+
+def test_flashbax_on_several_devices():
+    run_table("Flashbax: several devices", {"fbx": fbx})
+
+
+def test_flashbax_mixes_as_many_of_each_buffer():
+    names = run_table("Flashbax: several buffers in one batch", {"fbx": fbx}, held_by_flashbax)
+    for column in names:
+        ids = ids_of(column["batch"])[:, 0]
+        assert set(ids[:128].tolist()) == set(range(100, 110))
+        assert set(ids[128:].tolist()) == set(range(300, 310))
+
+
+def test_flashbax_vault(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_table("Flashbax: Vault", {"fbx": fbx}, held_by_flashbax)
+
+
+def test_a_functional_replay_buffer():
+    theirs = {"ReplayBuffer": FunctionalReplayBuffer}
+    names, _ = run_table("A functional ReplayBuffer", theirs, held_by_functional)
+    assert names["state"].position == 5  # 20 items went into 15 places
+
+
+def test_stable_baselines():
+    arguments = ("observation_space", "action_space", "obs", "next_obs", "actions")
+    arguments += ("terminations", "infos")
+    theirs = dict.fromkeys(arguments) | {"rewards": np.full(1, 5.0)}
+    theirs |= {"ReplayBuffer": StableBaselinesReplayBuffer}
+    _, ours = run_table("Stable-Baselines3, CleanRL", theirs)
+    assert ours["data"]["reward"].shape == (256,)
+
+
+def test_every_table_is_run():
+    headings = re.findall(r"^### (.+)$", PAGE.split("\n## Coming from\n")[1], re.MULTILINE)
+    assert len(headings) == 12
+    assert sum(len(rows(heading)) for heading in headings) > 80
+
+
+# ------------------------------------------------------------ from when on there can be a sample
+
+
+def answers(buffer, can_sample, rows):
+    """What `can_sample` says after each of the rows."""
+    state = buffer.init(items_of(0))
+    add = jax.jit(buffer.add)
+    found = []
+    for row in rows:
+        state = add(state, row)
+        found.append(bool(can_sample(state)))
+    return found
+
+
+def first_answers(theirs, ours, min_size, rows):
+    """Those of both, which must agree, and after how many rows they turn to yes."""
+    there = answers(theirs, theirs.can_sample, rows)
+    here = answers(ours, lambda state: ours.can_sample(state, min_size), rows)
+    assert there == here
+    return there.index(True) + 1
+
+
+@pytest.mark.parametrize(
+    ("min_length", "steps"), [(4, 2), (7, 2), (8, 3), (15, 4), (16, 5), (17, 5)]
+)
+@pytest.mark.parametrize("kind", ["flat", "prioritised_flat"])
+def test_min_length_of_pairs_of_several_environments(kind, min_length, steps):
+    theirs = getattr(fbx, f"make_{kind}_buffer")(64, min_length, 2, add_batch_size=4)
+    ours = buffers.uniform_replay(64, num_envs=4, sequence_length=2)
+    added = [items_of(np.arange(4))] * 8
+    min_size = 4 * (min_length // 4 + 1)
+    assert first_answers(theirs, ours, min_size, added) == steps
+
+
+@pytest.mark.parametrize("min_length", [1, 2, 7])
+def test_min_length_of_pairs_of_one_environment(min_length):
+    theirs = fbx.make_flat_buffer(64, min_length, 2)
+    ours = buffers.uniform_replay(64, sequence_length=2)
+    added = [items_of(0)] * 10
+    assert first_answers(theirs, ours, min_length + 1, added) == min_length + 1
+
+
+@pytest.mark.parametrize("min_length", [1, 2, 7])
+def test_min_length_of_items(min_length):
+    theirs, ours = fbx.make_item_buffer(64, min_length, 2), buffers.uniform_replay(64)
+    added = [items_of(0)] * 10
+    assert first_answers(theirs, ours, min_length, added) == min_length
+
+
+@pytest.mark.parametrize("min_length", [3, 5])
+def test_min_length_of_trajectories(min_length):
+    theirs = fbx.make_trajectory_buffer(4, 2, 3, 1, min_length, max_length_time_axis=16)
+    theirs = theirs.replace(
+        add=lambda s, x, add=theirs.add: add(s, jax.tree.map(lambda y: y[:, None], x))
+    )
+    ours = buffers.uniform_replay(64, num_envs=4, sequence_length=3)
+    added = [items_of(np.arange(4))] * 8
+    assert first_answers(theirs, ours, 4 * min_length, added) == min_length
+
+
+# ------------------------------------------------------------------------- Flashbax's quickstart
 
 
 def test_flat_buffer_quickstart_on_two_devices():
@@ -69,7 +440,7 @@ def test_flat_buffer_quickstart_on_two_devices():
 
 
 def test_flat_buffer_quickstart_line_by_line():
-    """The one of Flashbax's README: beside it where that is installed."""
+    """The one of Flashbax's README, beside it."""
     steps = [
         {"obs": jnp.array([1, 2]), "reward": jnp.array(3.0)},
         {"obs": jnp.array([4, 5]), "reward": jnp.array(6.0)},
@@ -86,8 +457,7 @@ def test_flat_buffer_quickstart_line_by_line():
         drawn.append(pair["reward"][0].tolist())
     assert answers == [False, False, True]
     assert set(map(tuple, drawn)) == {(3.0, 6.0), (6.0, 9.0)}
-    flashbax = pytest.importorskip("flashbax")
-    buffer = flashbax.make_flat_buffer(max_length=32, min_length=2, sample_batch_size=1)
+    buffer = fbx.make_flat_buffer(max_length=32, min_length=2, sample_batch_size=1)
     theirs = buffer.init({"obs": jnp.array([0, 0]), "reward": jnp.array(0.0)})
     for step, answer in zip(steps, answers, strict=True):
         theirs = buffer.add(theirs, step)
