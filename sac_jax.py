@@ -278,7 +278,10 @@ class SAC:
         return apply(critics, observation, action)
 
     def to_transitions(self, window: Step) -> Transition:
-        """Makes n-step transitions [B, ...] of windows [B, W, ...], shorter at an episode's end."""
+        """Makes n-step transitions [B, ...] of windows [B, W, ...], shorter at an episode's end.
+
+        Their rewards are without the entropy of the steps between, which eq. 3 would add.
+        """
         args = self.args
         observation = buffers.stack_frames(window.observation, args.frame_stack, window.valid)
         first = args.frame_stack - 1  # the steps before it only fill its stack
