@@ -41,8 +41,7 @@ DQN_FLAGS = dict(
 PPO_FLAGS = dict(num_envs=4, num_steps=32, gamma=GAMMA, learning_rate=3e-3, ent_coef=0.0)
 SCRIPTS = [(dqn_jax, DQN_FLAGS), (per_dqn_jax, DQN_FLAGS), (ppo_jax, PPO_FLAGS)]
 IDS = ["dqn", "per_dqn", "ppo"]
-# PER has all that DQN has.
-GROUPS = [slow(0), 1, 2]
+GROUPS = [slow(0), slow(1), 2]
 
 
 @pytest.fixture(autouse=True)
@@ -480,7 +479,9 @@ def test_seeds_spread_over_devices(group):
         assert sorted(parts.values()) == [0, 1]
 
 
-@pytest.mark.parametrize(("module", "flags"), [slow(*SCRIPTS[0]), *SCRIPTS[1:]], ids=IDS)
+@pytest.mark.parametrize(
+    ("module", "flags"), [slow(*SCRIPTS[0]), slow(*SCRIPTS[1]), SCRIPTS[2]], ids=IDS
+)
 def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module, flags):
     """Nothing as large as the replay: in each gradient step the compiled program gathers less."""
     if module is not ppo_jax:

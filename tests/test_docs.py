@@ -288,7 +288,7 @@ def test_environments_of_your_own_are_learned(name, env, envs, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("library", "script", "env", "least"),
     [
-        ("minigrid", dqn_jax, "my_minigrid:Empty-v0", 0),
+        slow("minigrid", dqn_jax, "my_minigrid:Empty-v0", 0),
         ("gymnax", dqn_jax, "my_gymnax:Breakout-MinAtar", 0),
         slow("gymnax", dqn_jax, "my_gymnax:SpaceInvaders-MinAtar", 0),
         ("jumanji", ppo_jax, "my_jumanji:Snake-v1", 0),

@@ -120,7 +120,8 @@ ROUNDED = dict(rtol=1e-3, atol=3e-4)
 
 
 @together
-@pytest.mark.parametrize("module", [dqn_jax, slow(ppo_jax)], ids=["dqn", "ppo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [dqn_jax, ppo_jax], ids=["dqn", "ppo"])
 def test_four_seeds_in_two_processes(module, tmp_path, monkeypatch):
     """They are those of one process, bit for bit, and what two saved one process goes on with."""
     flags = flags_of(module, "--num-seeds 4 --total-timesteps 1000")
