@@ -129,7 +129,7 @@ class Vault:
         self.arrays = {name: self._open(name, leaf) for name, leaf in self.leaves.items()}
         if item is None:
             envs = next(iter(self.arrays.values())).shape[1]
-            num_envs = stored.get("num_envs", envs)  # vaults had no such number before
+            num_envs = stored.get("num_envs", envs)  # a vault of version 0.1 may not say
             self.names: Any = {unquote(name): name for name in self.leaves}
         else:
             self.names = tree_unflatten(tree_structure(row), leaves)

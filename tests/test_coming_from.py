@@ -1,4 +1,4 @@
-"""docs/buffers.md, "Coming from": both columns run, and hold and draw the same, line by line.
+"""docs/coming_from.md: both columns run, and hold and draw the same, line by line.
 
 The left column of Flashbax runs in Flashbax. Those of the others run in what their documentation
 says, in plain Python: dejax does not run on a JAX of today, and Stable-Baselines3 needs torch.
@@ -20,7 +20,7 @@ from events import ROOT
 import buffers
 from vault import Vault
 
-PAGE = (ROOT / "docs" / "buffers.md").read_text()
+PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 KEY = jax.random.key(0)
 assert_close = partial(np.testing.assert_allclose, rtol=1e-5)
 
@@ -56,7 +56,7 @@ NAMES = {
 
 def rows(heading):
     """The code (left, right) of each row of the table under a heading; "" for an empty cell."""
-    section = PAGE.split(f"\n### {heading}\n")[1].split("\n#")[0]
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n#")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [(left.strip(" `"), right.strip(" `")) for left, right, _ in lines[2:]]
 
@@ -353,7 +353,7 @@ def test_stable_baselines():
 
 
 def test_every_table_is_run():
-    headings = re.findall(r"^### (.+)$", PAGE.split("\n## Coming from\n")[1], re.MULTILINE)
+    headings = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
     assert len(headings) == 12
     assert sum(len(rows(heading)) for heading in headings) > 80
 
