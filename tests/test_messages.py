@@ -8,16 +8,18 @@ from pathlib import Path
 
 import environments  # noqa: F401  registers the environments
 import gymnasium as gym
+import jax
 import numpy as np
 import pytest
 from environments import Chain
 from events import ROOT
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 
+import compiled
 import dqn_jax
 import ppo_jax
 
-SMALL_DQN = dict(total_timesteps=100, learning_starts=50, batch_size=8, buffer_size=100)
+SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
 SMALL = "--total-timesteps 100 --learning-starts 50 --batch-size 8 --log-interval 50".split()  # noqa: SIM905
 ALL_SCRIPTS = sorted(path.stem for path in ROOT.glob("*_jax.py"))
 
@@ -82,26 +84,23 @@ class Pairs(gym.Env):
 gym.register("Pairs-v0", Pairs)
 
 
-def first_rollout(module, args, run, monkeypatch):
-    """What the first call of collect_rollout of a run gives."""
-    collected = []
-    collect = module.collect_rollout
-
-    def collect_rollout(*what):
-        rollout, state = collect(*what)
-        collected.append(rollout)
-        return rollout, state
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "collect_rollout", collect_rollout)
-        module.train(args, run)
-    return collected[0]
+def first_rollout(args, run):
+    """What is collected first in a run."""
+    alg, _ = dqn_jax.set_up(args, run)
+    envs = dqn_jax.make_envs(args, run, args.num_envs)
+    key = jax.random.PRNGKey(0)
+    state, env_state, log = dqn_jax.start(alg, run, envs, key, signals=())
+    params = alg.acting_params(state)
+    noise = np.asarray(alg.draw_noise(key, 0, alg.rollout_shape))
+    rollout, _ = dqn_jax.collect_rollout(alg, envs, params, env_state, noise, log)
+    envs.close()
+    log.writer.close()
+    return rollout
 
 
-def test_whole_numbers_of_several_kinds_are_one_hot_side_by_side(monkeypatch):
+def test_whole_numbers_of_several_kinds_are_one_hot_side_by_side():
     args = dqn_jax.Args(num_envs=2, train_frequency=16, **SMALL_DQN)
-    run = dqn_jax.Run(env_id="Pairs-v0", eval_episodes=2)
-    rollout = first_rollout(dqn_jax, args, run, monkeypatch)
+    rollout = first_rollout(args, dqn_jax.Run(env_id="Pairs-v0", checkpoint_interval=0))
     flat = np.float32([[1, 0, 1, 0, 0], [0, 1, 0, 0, 1], [1, 0, 0, 1, 0]])
     assert rollout.observation.dtype == np.float32
     for env in range(2):
@@ -116,10 +115,11 @@ def test_of_uint8_images_only_those_that_are_too_small_are_said_to_be_flattened(
     assert capsys.readouterr().out == (line if env_id == "ImageSmall-v0" else "")
 
 
-def test_the_states_of_frozen_lake_are_one_hot(monkeypatch):
+def test_the_states_of_frozen_lake_are_one_hot():
     """The observation is that of the environment, stepped with the same actions."""
-    run = dqn_jax.Run(env_id="FrozenLake-v1", eval_episodes=0)
-    rollout = first_rollout(dqn_jax, dqn_jax.Args(**SMALL_DQN), run, monkeypatch)
+    run = dqn_jax.Run(env_id="FrozenLake-v1", checkpoint_interval=0)
+    args = dqn_jax.Args(**SMALL_DQN, train_frequency=40)
+    rollout = first_rollout(args, run)
     env = gym.make("FrozenLake-v1")
     state, _ = env.reset(seed=dqn_jax.environment_seed(run, 0))
     states = []
@@ -185,33 +185,45 @@ def make_clock(**kwargs):
 
 gym.register("Clock-v0", make_clock, max_episode_steps=9, disable_env_checker=True)
 
-# A step of one environment is an iteration.
-STEPWISE = dict(num_envs=1, train_frequency=1, learning_starts=8, batch_size=8, buffer_size=100)
+# A step of one environment is an iteration. The first episode and its reset are step 10, the fourth
+# and its reset step 40, and no other ends before step 49.
+STEPWISE = dict(
+    total_timesteps=48,
+    num_envs=1,
+    train_frequency=1,
+    learning_starts=8,
+    batch_size=8,
+    buffer_size=100,
+)
+CLOCK = dict(env_id="Clock-v0", log_interval=4, eval_episodes=0)
 
 
-def test_before_the_first_episode_of_a_compiled_run_ends_there_is_no_return(run_main):
-    flags = "--total-timesteps 8 --learning-starts 4 --batch-size 4 --train-frequency 2"
-    more = "--log-interval 2 --eval-episodes 0 --checkpoint-interval 0"
-    code, out, err = run_main(dqn_jax, "--env-id", "Clock-v0", *flags.split(), *more.split())
-    assert code == 0, err
-    assert "nan" not in out
-    first, *progress, last = out.splitlines()
+def test_before_the_first_episode_of_a_compiled_run_ends_there_is_no_return(capsys):
+    dqn_jax.train(dqn_jax.Args(**STEPWISE), dqn_jax.Run(**CLOCK, checkpoint_interval=0))
+    first, *progress = capsys.readouterr().out.splitlines()
     assert first == f"{run_of()}: 1 x Clock-v0, cpu"
-    assert len(progress) == 4
-    for line in progress:
-        assert re.fullmatch(r"\d steps, \d+ a second, return none yet", line)
-    assert last == f"{run_of()}: mean return of the last episodes none yet (seed 1)"
+    assert len(progress) == 12
+    for number, line in enumerate(progress):
+        shown = "none yet" if number < 2 else "4.5"
+        assert re.fullmatch(rf"\d+ steps, \d+ a second, return {shown}", line)
 
 
-def test_a_resumed_compiled_run_shows_its_return_until_an_episode_ends(capsys):
-    """The fourth episode and its reset are step 40, and no other ends before step 49."""
-    args = dict(total_timesteps=40, **STEPWISE)
-    run = dict(env_id="Clock-v0", log_interval=4, eval_episodes=0)
-    _, returns, folder = dqn_jax.train(dqn_jax.Args(**args), dqn_jax.Run(**run))
+def test_a_resumed_compiled_run_shows_its_return_until_an_episode_ends(capsys, monkeypatch):
+    args = dqn_jax.Args(**STEPWISE)
+    signals = []
+    write_point = compiled.write_point
+
+    def stop_at_step_40(*what):
+        if what[3] == 40:
+            signals.append(signal.SIGTERM)
+        write_point(*what)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled, "write_point", stop_at_step_40)
+        _, returns, folder = dqn_jax.train(args, dqn_jax.Run(**CLOCK), signals)
     np.testing.assert_array_equal(returns, [4.5])
     capsys.readouterr()
-    longer = dqn_jax.Args(**args | dict(total_timesteps=48))
-    _, returns, _ = dqn_jax.train(longer, dqn_jax.Run(resume=str(folder), **run))
+    _, returns, _ = dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **CLOCK))
     np.testing.assert_array_equal(returns, [4.5])
     _, *progress = capsys.readouterr().out.splitlines()
     assert [line.split(", ")[2] for line in progress] == ["return 4.5"] * 2
@@ -219,9 +231,10 @@ def test_a_resumed_compiled_run_shows_its_return_until_an_episode_ends(capsys):
 
 @pytest.mark.parametrize("env_id", ["Counter-v0", "Clock-v0"])
 def test_a_run_that_is_interrupted_says_how_it_goes_on(env_id, capsys):
-    args = dqn_jax.Args(**STEPWISE, total_timesteps=100)
+    args = dqn_jax.Args(**STEPWISE)
     run = dqn_jax.Run(env_id=env_id, log_interval=4)
-    _, _, folder = dqn_jax.train(args, run, signals=[signal.SIGINT])
+    _, returns, folder = dqn_jax.train(args, run, signals=[signal.SIGINT])
+    assert np.isnan(returns).all()  # no episode of either has ended
     end = 1 if env_id == "Counter-v0" else 4  # compiled: after the log interval
     *_, last = capsys.readouterr().out.splitlines()
     assert last == f"interrupted at step {end} and saved: --resume {folder} goes on"
@@ -229,7 +242,8 @@ def test_a_run_that_is_interrupted_says_how_it_goes_on(env_id, capsys):
 
 
 def test_a_run_that_is_not_interrupted_says_nothing_of_it(capsys):
-    dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(env_id="Counter-v0"))
+    run = dqn_jax.Run(env_id="Counter-v0", eval_episodes=0)
+    dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
     assert "interrupted" not in capsys.readouterr().out
 
 

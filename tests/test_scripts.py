@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import importlib.util
 import inspect
 import json
 import re
@@ -272,8 +273,19 @@ def ended_episodes(first, steps):
         episode += 1
 
 
-def test_a_chart_of_your_own_is_two_lines_in_collect_rollout(tmp_path):
+def import_script(path, monkeypatch):
+    """The script at this path as a module of its own, with what lies beside it."""
+    monkeypatch.syspath_prepend(path.parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_chart_of_your_own_is_two_lines_in_collect_rollout(tmp_path, monkeypatch):
     """It shows the exact mean of the successes of the episodes that ended between two points."""
+    monkeypatch.chdir(tmp_path)
     line = "        valid = ~(terminated | truncated)\n"
     own_lines = (
         '        if "is_success" in info:\n'
@@ -281,16 +293,15 @@ def test_a_chart_of_your_own_is_two_lines_in_collect_rollout(tmp_path):
     )
     assert own_lines in (ROOT / "docs" / "runs.md").read_text()
     assert text("dqn_jax").count(line) == 1
-    (tmp_path / "dqn_jax.py").write_text(text("dqn_jax").replace(line, line + own_lines))
+    script = tmp_path / "charting_dqn.py"
+    script.write_text(text("dqn_jax").replace(line, line + own_lines))
     (tmp_path / "reaching.py").write_text(REACHING)
-    shutil.copy(ROOT / "buffers.py", tmp_path)
-    flags = (
-        "--env-id reaching:Reaching-v0 --num-envs 2 --total-timesteps 400 --learning-starts 200 "
-        "--log-interval 40 --eval-episodes 0"
+    charting = import_script(script, monkeypatch)
+    args = charting.Args(total_timesteps=400, num_envs=2, learning_starts=200)
+    run = charting.Run(
+        env_id="reaching:Reaching-v0", log_interval=40, eval_episodes=0, checkpoint_interval=0
     )
-    done = run_script("dqn_jax", flags, tmp_path)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
+    _, _, folder = charting.train(args, run)
 
     ended = [*ended_episodes(first=0, steps=200), *ended_episodes(first=1, steps=200)]
     expected = []
@@ -301,7 +312,7 @@ def test_a_chart_of_your_own_is_two_lines_in_collect_rollout(tmp_path):
     assert read_events(folder)[0]["charts/success_rate"] == expected
 
 
-@pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax, ppo_jax])
+@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax), slow(ppo_jax)])
 def test_the_figure_at_the_end_is_the_mean_of_the_last_100_episodes(module, tmp_path, monkeypatch):
     """Episodes of Counter have returns 3, 6, 10, 15 in turns, and last 18 steps with the resets."""
     monkeypatch.chdir(tmp_path)
