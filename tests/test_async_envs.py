@@ -88,7 +88,7 @@ def test_each_environment_has_a_process_where_they_are_async():
         slow(ppo_jax, SMALL_PPO, "environments:Counter-v0", "async"),
         # Two of them are stepped without copies of their observations, but not with the flag.
         (dqn_jax, SMALL_DQN, "CartPole-v1", "sync"),
-        (ppo_jax, SMALL_PPO, "CartPole-v1", "sync"),
+        slow(ppo_jax, SMALL_PPO, "CartPole-v1", "sync"),
     ],
 )
 def test_training_is_the_same_bit_for_bit_however_environments_are_stepped(

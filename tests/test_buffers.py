@@ -406,7 +406,7 @@ def test_draws_differ_between_keys_and_repeat_for_a_key():
     ids=describe,
 )
 @pytest.mark.parametrize("added", [5, 21])
-def test_get_and_update_at_sampled_indices(shape, added):
+def test_get_and_update_are_of_the_items_that_were_sampled(shape, added):
     replay, envs = shape.replay(), shape.envs or 1
     state = replay.add_batch(replay.init(encode(0)), encode(shape.ids(0, added)))
     sample = replay.sample(state, jax.random.key(0), 32)  # more draws than items: duplicates
@@ -567,7 +567,7 @@ def test_the_module_stands_alone():
 
 
 @pytest.mark.parametrize("buffer", [buffers.circular_buffer(5), buffers.prioritised_replay(8)])
-def test_help_of_every_function_of_a_buffer(buffer):
+def test_every_function_of_a_buffer_has_help(buffer):
     functions = {name: part for name, part in buffer._asdict().items() if callable(part)}
     assert set(buffer._fields) - set(functions) <= {"core", "max_size"}
     for name, function in functions.items():
@@ -641,7 +641,7 @@ def test_rows_land_everywhere_alike(rows, epochs, groups):
     assert 1e-3 < stats.chi2((groups - 1) ** 2).sf(statistic) < 1 - 1e-3
 
 
-def test_minibatches_under_jit_and_vmap():
+def test_minibatches_are_the_same_under_jit_and_vmap():
     keys, sizes = jax.random.split(jax.random.key(0), 3), (24, 3, 4)
     eager = [buffers.shuffled_minibatches(key, *sizes) for key in keys]
     jitted = jax.jit(buffers.shuffled_minibatches, static_argnums=(1, 2, 3))

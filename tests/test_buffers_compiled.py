@@ -180,7 +180,7 @@ def is_special(kind, transformation):
         if t != "pmap" or k in PMAPPED
     ],
 )
-def test_every_function_under_every_transformation(kind, transformation):
+def test_every_function_gives_the_same_under_every_transformation(kind, transformation):
     states, outs = eager(kind)
     got = outs["got"]["id"].reshape(REPLICAS * STEPS, -1)
     assert len(np.unique(got, axis=0)) == len(got)  # so that a mixed-up replica or step would show
@@ -249,7 +249,7 @@ def calls(kind, buffer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_trace_for_each_shape(kind, compilations):
+def test_a_function_is_traced_once_for_each_shape(kind, compilations):
     buffer = FACTORIES[kind]()  # of which nothing is compiled yet
     state = buffer.init(encode(0))
     for name, call in calls(kind, buffer):
@@ -338,7 +338,7 @@ def names_of_writes(kind):
 
 
 def is_part_of_another(kind, name):
-    """Items are sequences of one; `add_and_sample` adds a batch, and so on."""
+    """Whether it is tried with sequences, or in `add_and_sample` or "sample, set_priorities"."""
     parts = ["set_priorities"] if kind == "circular" else ["add_batch", "set_priorities"]
     return kind == "items" or name in parts
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from jax.experimental import checkify
 from test_buffers import assert_trees_equal, decode, encode, shift
 
@@ -89,7 +90,7 @@ def without(items, name):
         ),
     ],
 )
-def test_impossible_sizes(error, message, make):
+def test_impossible_sizes_are_errors(error, message, make):
     with pytest.raises(error, match=re.escape(message)):
         make()
 
@@ -116,7 +117,7 @@ def test_sizes_may_be_numpy_integers():
 
 
 @pytest.mark.parametrize("empty", [{}, (), None, {"a": None}], ids=repr)
-def test_an_item_without_arrays(empty):
+def test_an_item_without_arrays_is_an_error(empty):
     with pytest.raises(ValueError, match="init: the item has no arrays in it"):
         CIRCULAR.init(empty)
 
@@ -146,7 +147,7 @@ ITEM_MISTAKES = [
 
 @pytest.mark.parametrize("buffer", [CIRCULAR, ITEMS], ids=["circular", "uniform"])
 @pytest.mark.parametrize(("error", "message", "item"), ITEM_MISTAKES)
-def test_an_item_unlike_the_first(buffer, error, message, item):
+def test_an_item_unlike_the_first_is_an_error(buffer, error, message, item):
     state = filled(buffer)
     with pytest.raises(error, match="add: .*" + message):
         buffer.add(state, item)
@@ -154,7 +155,7 @@ def test_an_item_unlike_the_first(buffer, error, message, item):
 
 
 @pytest.mark.parametrize("prototype", [0, 0.0, np.uint8(0)], ids=repr)
-def test_a_literal_of_another_kind(prototype):
+def test_a_literal_must_fit_the_kind_of_its_slot(prototype):
     """An int literal fits a float slot, a float literal no int slot: it would lose its fraction."""
     state = CIRCULAR.init(prototype)
     with jax.numpy_dtype_promotion("standard"):
@@ -185,7 +186,7 @@ def test_a_literal_of_another_kind(prototype):
         ),
     ],
 )
-def test_items_unlike_the_first(buffer, error, message, items):
+def test_items_unlike_the_first_are_an_error(buffer, error, message, items):
     state = filled(buffer)
     with pytest.raises(error, match="add_batch: .*" + message):
         buffer.add_batch(state, items)
@@ -208,7 +209,7 @@ def test_items_unlike_the_first(buffer, error, message, items):
         (STREAMS.add_batch, r"shape \(1, 4\), expected \(1, 3\)", [[0] * 4]),
     ],
 )
-def test_rows_of_another_number_of_environments(function, message, ids):
+def test_rows_of_another_number_of_environments_are_an_error(function, message, ids):
     with pytest.raises(ValueError, match=message):
         function(filled(STREAMS, 3), encode(ids))
 
@@ -228,7 +229,7 @@ def test_rows_of_another_number_of_environments(function, message, ids):
     ids=repr,
 )
 @pytest.mark.parametrize("buffer", [CIRCULAR, ITEMS], ids=["circular", "uniform"])
-def test_a_mask_unlike_the_rows(buffer, mask):
+def test_a_mask_unlike_the_rows_is_an_error(buffer, mask):
     state = filled(buffer)
     with pytest.raises((TypeError, ValueError), match=r"add_batch: mask .*bool and \(2,\)"):
         buffer.add_batch(state, encode([1, 2]), mask)
@@ -247,7 +248,7 @@ def test_a_mask_unlike_the_rows(buffer, mask):
         (TypeError, "n must be a Python int, got 2.0", 2.0),
     ],
 )
-def test_pop_of_an_impossible_number(error, message, n):
+def test_pop_of_an_impossible_number_is_an_error(error, message, n):
     state = filled(CIRCULAR)
     with pytest.raises(error, match=message):
         CIRCULAR.pop(state, n)
@@ -262,7 +263,7 @@ def test_pop_of_an_impossible_number(error, message, n):
         (TypeError, "batch_size must be a Python int, got None", None),
     ],
 )
-def test_an_impossible_batch_size(error, message, batch_size):
+def test_an_impossible_batch_size_is_an_error(error, message, batch_size):
     state = filled(ITEMS)
     with pytest.raises(error, match=message):
         ITEMS.sample(state, KEY, batch_size)
@@ -272,7 +273,7 @@ def test_an_impossible_batch_size(error, message, batch_size):
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_a_key_in_the_place_of_the_batch_size(make_key):
+def test_a_key_in_the_place_of_the_batch_size_is_an_error(make_key):
     state, key = filled(ITEMS), make_key(0)
     message = r"key, batch_size\): batch_size must be a Python int, got an array .* swap"
     with pytest.raises(TypeError, match=r"^sample\(state, " + message):
@@ -284,7 +285,7 @@ def test_a_key_in_the_place_of_the_batch_size(make_key):
     assert ITEMS.size(state) == 3
 
 
-def test_traced_sizes():
+def test_traced_sizes_are_errors():
     with pytest.raises(TypeError, match=r"n must be a Python int.*mark it static"):
         jax.jit(CIRCULAR.pop)(filled(CIRCULAR), 2)
     with pytest.raises(TypeError, match=r"batch_size must be a Python int.*mark it static"):
@@ -310,7 +311,7 @@ def test_traced_sizes():
         ),
     ],
 )
-def test_an_update_that_changes_what_an_item_is(buffer, indices, error, message, fn):
+def test_an_update_that_changes_what_an_item_is_is_an_error(buffer, indices, error, message, fn):
     state = filled(buffer)
     with pytest.raises(error, match="update: fn's result: .*" + message):
         buffer.update(state, fn, indices)
@@ -319,7 +320,7 @@ def test_an_update_that_changes_what_an_item_is(buffer, indices, error, message,
 
 @pytest.mark.parametrize("indices", [1.0, np.float32([0, 1]), np.array([True, False])], ids=repr)
 @pytest.mark.parametrize("buffer", [CIRCULAR, ITEMS], ids=["circular", "uniform"])
-def test_indices_that_are_not_integers(buffer, indices):
+def test_indices_that_are_not_integers_are_an_error(buffer, indices):
     state = filled(buffer)
     with pytest.raises(TypeError, match="get: indices must be integers"):
         buffer.get(state, indices)
@@ -328,7 +329,7 @@ def test_indices_that_are_not_integers(buffer, indices):
     assert buffer.size(state) == 3
 
 
-def test_arguments_of_an_update_for_another_number_of_items():
+def test_an_update_with_arguments_for_another_number_of_items_is_an_error():
     state = filled(ITEMS)
     with pytest.raises(ValueError, match=r"(?s)size 2.*size 3"):
         ITEMS.update(state, lambda item, by: item, np.array([0, 1]), np.zeros(3))
@@ -347,9 +348,19 @@ STACKED = {
 }
 
 
-@pytest.mark.parametrize("stack", ["vmap", "pmap"])
-@pytest.mark.parametrize("kind", STACKED)
-def test_states_that_are_stacked(kind, stack):
+@pytest.mark.parametrize(
+    ("kind", "stack"),
+    [
+        ("circular", "vmap"),
+        slow("items", "vmap"),  # which are streams of one environment
+        ("streams", "vmap"),
+        ("prioritised", "vmap"),
+        ("clustered", "vmap"),
+        ("circular", "pmap"),
+        *[slow(kind, "pmap") for kind in STACKED if kind != "circular"],
+    ],
+)
+def test_states_that_are_stacked_are_told_to_use_vmap(kind, stack):
     """`size` and `can_sample` give an answer for each, the other functions say what to do."""
     buffer, lead = STACKED[kind]
     transform = {"vmap": jax.vmap, "pmap": jax.pmap}[stack]
@@ -384,7 +395,7 @@ def test_states_that_are_stacked(kind, stack):
             call()
 
 
-def test_the_least_size_to_sample_from():
+def test_can_sample_takes_a_least_size():
     assert [bool(ITEMS.can_sample(filled(ITEMS), n)) for n in (0, 1, 3, 4)] == [True] * 3 + [False]
     assert not ITEMS.can_sample(ITEMS.init(encode(0)), min_size=0)
     assert STREAMS.can_sample(filled(STREAMS, 3), 9)
@@ -392,7 +403,7 @@ def test_the_least_size_to_sample_from():
     assert not SEQUENCES.can_sample(filled(SEQUENCES), 1)  # it takes 4 steps
 
 
-def test_a_state_of_another_buffer():
+def test_a_state_of_another_buffer_is_an_error():
     for call in (
         lambda: ITEMS.add(filled(CIRCULAR), encode(1)),
         lambda: ITEMS.sample(filled(CIRCULAR), KEY, 2),
@@ -578,7 +589,7 @@ def test_a_mistake_in_values_is_an_error_under_checkify(name):
         error.throw()
 
 
-def test_no_error_under_checkify_without_a_mistake():
+def test_there_is_no_error_under_checkify_without_a_mistake():
     replay, circular = make("items", debug=True), make("circular", debug=True)
 
     def run(state, queue):
@@ -680,7 +691,7 @@ def test_an_index_that_was_never_given_is_not_in_the_buffer(index):
 
 
 @pytest.mark.parametrize("exponent", [-0.1, -1, np.inf, np.nan])
-def test_an_impossible_exponent(exponent):
+def test_an_impossible_exponent_is_an_error(exponent):
     with pytest.raises(ValueError, match="priority_exponent must be 0 or more"):
         buffers.prioritised_replay(6, exponent)
 
@@ -694,7 +705,7 @@ def test_an_impossible_exponent(exponent):
         (TypeError, "indices must be integers, got float64", [0.0, 1.0], [1, 2]),
     ],
 )
-def test_priorities_unlike_the_indices(error, message, indices, priorities):
+def test_priorities_unlike_the_indices_are_an_error(error, message, indices, priorities):
     state = filled(PRIORITISED)
     with pytest.raises(error, match="set_priorities: .*" + message):
         PRIORITISED.set_priorities(state, indices, priorities)

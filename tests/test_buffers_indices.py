@@ -70,7 +70,7 @@ def test_the_windows_that_begin_at_them_are_those_drawn(rows):
     np.testing.assert_array_equal(windows, shape.window(np.asarray(begin)))
 
 
-def test_indices_inside_jit_and_vmap():
+def test_indices_are_right_inside_jit_and_vmap():
     shape = Windows(6, envs=3)
     replay = shape.replay()
     half_full, gone_round = filled(shape, 3), filled(shape, 10)
@@ -112,7 +112,7 @@ def test_places_that_are_empty_are_left_alone():
     assert state.storage["id"].ravel().tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
 
 
-def test_an_epoch_without_replacement():
+def test_an_epoch_takes_each_item_once():
     replay = buffers.uniform_replay(12, num_envs=2)
     state = replay.add_batch(replay.init(encode(0)), encode(np.arange(18).reshape(9, 2)))
 
@@ -130,7 +130,7 @@ def test_an_epoch_without_replacement():
 
 
 @pytest.mark.parametrize("factory", [buffers.uniform_replay, buffers.prioritised_replay])
-def test_indices_of_clusters_one_after_the_other(factory):
+def test_indices_of_clusters_come_one_after_the_other(factory):
     replay = buffers.clustered_replay(3, factory(4), lambda item: item["id"] % 3)
     state = replay.add_batch(replay.init(encode(0)), encode([0, 3, 6, 9, 12, 1, 4]))
     indices, is_held = replay.indices(state)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from hypothesis import given
 from scipy import stats
 from test_buffers import as_mask, batches, decode, encode, examples, shift
@@ -40,7 +41,7 @@ def ids_of(kind, first, count):
     return np.stack([2 * ids, 2 * ids + 1], axis=-1) if kind == "streams" else ids
 
 
-@pytest.mark.parametrize("kind", REPLAYS)
+@pytest.mark.parametrize("kind", ["uniform", slow("prioritised"), "streams"])
 @examples(40)
 @given(added=st.lists(batches(1, 4, 14), max_size=8))
 def test_each_cluster_holds_its_newest(kind, added):
@@ -66,8 +67,17 @@ def test_each_cluster_holds_its_newest(kind, added):
         np.testing.assert_array_equal(decode(replay.get(state, sample.indices)), decode(sample[0]))
 
 
-@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "power"),
+    [
+        ("uniform", 0.0),  # clusters alike, but for those that are empty
+        slow("uniform", 0.5),
+        slow("uniform", 1.0),
+        slow("prioritised", 0.0),
+        ("prioritised", 0.5),
+        slow("prioritised", 1.0),
+    ],
+)
 def test_draws_have_the_exact_distribution(kind, power):
     replay = buffers.clustered_replay(5, INNER[kind], lambda x: x % 5, power)
     ids = [0, 5, 10, 15, 20, 1, 3, 8]  # clusters 2 and 4 stay empty, 0 has lost its oldest
@@ -112,7 +122,7 @@ def test_a_cluster_without_priority_is_not_drawn():
     assert state.max_priority.tolist() == [0, 0]
 
 
-def test_update_and_stale_indices():
+def test_an_update_changes_one_item_and_stale_indices_none():
     replay = REPLAYS["prioritised"]
     state = replay.add_batch(replay.init(encode(0)), encode(np.arange(9)))
     sample = replay.sample(state, jax.random.key(0), 64)
@@ -130,7 +140,7 @@ def test_update_and_stale_indices():
     assert (np.asarray(state.tree)[:, :4] != leaves).sum() == 1
 
 
-def test_many_clusters_and_sizes_differ_by_power_below_zero():
+def test_a_power_below_zero_prefers_small_clusters():
     replay = buffers.clustered_replay(300, buffers.uniform_replay(8), lambda x: x, -1.0)
     items = jnp.concatenate([jnp.full(8, 7), jnp.array([250])])
     state = replay.add_batch(replay.init(0), items)
@@ -139,7 +149,7 @@ def test_many_clusters_and_sizes_differ_by_power_below_zero():
     assert set(drawn.tolist()) == {7, 250}
 
 
-def test_trajectories_by_return():
+def test_trajectories_clustered_by_return_keep_the_rare_good_ones():
     """Items that are trajectories, clustered by their return: the rare good ones are kept."""
 
     def is_good(trajectory):
@@ -216,13 +226,13 @@ def test_a_cluster_out_of_range_counts_as_the_nearest():
         (ValueError, "more than 2\\*\\*29", lambda b: (2**28, b, by_id)),
     ],
 )  # fmt: skip
-def test_impossible_buffers(error, message, make):
+def test_impossible_buffers_are_errors(error, message, make):
     with pytest.raises(error, match=message):
         buffers.clustered_replay(*make(buffers.uniform_replay(4)))
 
 
 @pytest.mark.parametrize("fn", [lambda x: 1.0, lambda x: jnp.zeros(2, jnp.int32)])
-def test_clusters_that_are_not_integers(fn):
+def test_clusters_that_are_not_integers_are_an_error(fn):
     replay = buffers.clustered_replay(2, buffers.uniform_replay(4), fn)
     with pytest.raises(TypeError, match="clustering_fn must return one integer or bool, got"):
         replay.add(replay.init(0), 1)

@@ -2,10 +2,14 @@
 and known values.
 """
 
+import contextlib
+import io
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import environments
 import gymnasium as gym
@@ -385,16 +389,20 @@ def test_pendulum():
 SEEDS = [2**31 - 2, 2**31 - 1]  # the largest
 
 
-def train_two(module, flags, **run):
-    """A short training: Training, and the scalars of each agent without the speed."""
+def short_training(module, flags, **run):
+    """Args and Run."""
     run = {"env_id": "Chain-v0", "eval_episodes": 0, **run}
+    flags = {**flags, "total_timesteps": 2_000}
     if module is ppo_jax:  # CartPole starts at random
         run |= {"env_id": "phys2d/CartPole-v1"}
-    run = module.Run(**run)
-    flags = {**flags, "total_timesteps": 2_000}
-    if module is not ppo_jax:  # rounding differs, and a draw by priority makes much of that in time
+    else:  # rounding differs, and a draw by priority makes much of that in time
         flags |= {"learning_starts": 1_800}
-    args = module.Args(**flags)
+    return module.Args(**flags), module.Run(**run)
+
+
+def train_two(module, flags, **run):
+    """A short training: Training, and the scalars of each agent without the speed."""
+    args, run = short_training(module, flags, **run)
     trainings = []
 
     def keep(program, training, *rest):
@@ -486,12 +494,12 @@ def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module,
     """Nothing as large as the replay: in each gradient step the compiled program gathers less."""
     if module is not ppo_jax:
         flags = flags | {"buffer_size": 100_000}
-    args = module.Args(**flags)
-    run = module.Run(env_id="Chain-v0", num_devices=2)
+    args, run = short_training(module, flags, num_devices=2)
     alg, _ = module.set_up(args, run)
     program = Program(alg, run, module)
     training = program.start()
-    steps = np.arange(2, dtype=np.int32) * alg.steps_per_iteration
+    iterations = -(-run.log_interval // alg.steps_per_iteration)
+    steps = np.arange(iterations, dtype=np.int32) * alg.steps_per_iteration
     text = program.compile(training).lower(training, steps).compile().as_text()
     collective = r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute)\("
     shapes = re.findall(collective, text)
@@ -515,6 +523,15 @@ def train_four(**flags):
     return state, returns, folders
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """State, returns and folders of the four agents, and what their training printed."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(tmp_path_factory.mktemp("four"))
+        return *train_four(), printed.getvalue()
+
+
 def goes_right(state):
     """Whether the policy of each agent [4] goes right in all states of the chain."""
     chain = environments.Chain
@@ -524,9 +541,9 @@ def goes_right(state):
     return (output[..., 1] > output[..., 0]).all(axis=1)
 
 
-def test_each_agent_of_a_group_is_evaluated():
+def test_each_agent_of_a_group_is_evaluated(four):
     """Each score is in the agent's own folder."""
-    state, _, folders = train_four()
+    state, _, folders, _ = four
     scores = [read_events(folder)[0]["eval/episodic_return"] for folder in folders]
     assert scores == [[(64, float(x))] for x in goes_right(state)]
     assert {x for ((_, x),) in scores} == {0.0, 1.0}
@@ -543,17 +560,19 @@ def test_the_best_agent_of_a_group_is_kept():
     np.testing.assert_array_equal(policy(np.eye(5, dtype=np.float32)[:4]), [1, 1, 1, 1])
 
 
-def test_the_line_of_an_evaluation_has_the_mean_of_all_agents(capsys):
-    state, _, _ = train_four()
+def test_the_line_of_an_evaluation_has_the_mean_of_all_agents(four):
+    state, _, _, printed = four
     mean = float(np.mean(goes_right(state)))
     assert 0 < mean < 1
-    assert f"64 steps: return {mean:.4g} in an evaluation\n" in capsys.readouterr().out
+    assert f"64 steps: return {mean:.4g} in an evaluation\n" in printed
 
 
-def test_a_complete_run_that_is_resumed_has_the_same_returns_and_is_evaluated_again():
-    state, returns, folders = train_four()
-    again, same_returns, same_folders = train_four(resume=str(folders[0]))
-    assert same_folders == folders
+def test_a_complete_run_that_is_resumed_has_the_same_returns_and_is_evaluated_again(four):
+    state, returns, originals, _ = four
+    folder = Path("copy").absolute()
+    shutil.copytree(originals[0], folder)
+    again, same_returns, folders = train_four(resume=str(folder))
+    assert folders[0] == folder
     assert len(set(returns)) > 1
     np.testing.assert_array_equal(same_returns, returns)
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):

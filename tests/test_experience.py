@@ -38,7 +38,7 @@ def assert_same_rows(steps, held):
         np.testing.assert_array_equal(getattr(steps, name), rows, err_msg=name)
 
 
-@pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax])
+@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
 def test_all_steps_are_kept_beyond_the_ring(module):
     args = module.Args(total_timesteps=400, buffer_size=100, **FLAGS)
     state, _, folder = module.train(args, module.Run(**COUNTER))
@@ -58,7 +58,7 @@ def test_all_steps_are_kept_beyond_the_ring(module):
     np.testing.assert_array_equal(steps.reward[steps.valid], before[steps.valid] + 1)
 
 
-@pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax])
+@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
 def test_the_vault_says_what_its_experience_is_of(module):
     args = module.Args(**FLAGS)
     run = module.Run(env_kwargs='{"sutton_barto_reward": true}', seed=3)
@@ -98,6 +98,7 @@ def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
     assert first.valid.all()
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_a_resume_with_many_steps():
     """At n_step of 16 the vault said that the rows were of another run."""
     flags = FLAGS | dict(num_envs=1, buffer_size=100, n_step=20)
@@ -113,7 +114,7 @@ def test_it_goes_on_after_a_resume_with_many_steps():
 
 
 @pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
-def test_of_a_compiled_agent(module):
+def test_all_steps_of_a_compiled_agent_are_kept(module):
     run = dict(env_id="phys2d/CartPole-v1", log_interval=100, eval_episodes=0)
     args = module.Args(total_timesteps=400, buffer_size=200, **FLAGS)
     state, _, folder = module.train(args, module.Run(**run))
@@ -127,7 +128,7 @@ def test_of_a_compiled_agent(module):
     assert vault.about == about | {"script": module.__name__}
 
 
-def test_of_many_agents_it_is_a_mistake():
+def test_to_keep_that_of_many_agents_is_a_mistake():
     run = dqn_jax.Run(env_id="phys2d/CartPole-v1", num_seeds=2, log_interval=100)
     args = dqn_jax.Args(total_timesteps=400, buffer_size=200, **FLAGS)
     with pytest.raises(dqn_jax.UsageError, match="only that of one agent"):

@@ -105,7 +105,7 @@ def test_the_network_sees_the_channels_that_atari_stacks():
         np.testing.assert_array_equal(apply(params, other), apply(params, stacks))
 
 
-@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax, ppo_jax])
+@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax), ppo_jax])
 def test_functional_environments_stack_in_the_compiled_program(script):
     run = script.Run(env_id="phys2d/CartPole-v1")
     alg, is_functional = script.set_up(script.Args(num_envs=4, frame_stack=3), run)
@@ -125,7 +125,7 @@ def test_functional_environments_stack_in_the_compiled_program(script):
 
 
 @pytest.mark.parametrize(("stack", "gigabytes"), [(1, 28.2), (4, 7.1)])
-def test_what_a_million_steps_of_atari_take(stack, gigabytes):
+def test_a_million_steps_of_atari_take_so_many_gigabytes(stack, gigabytes):
     shape = (4, 84, 84) if stack == 1 else (4, 1, 84, 84)
     args = dqn_jax.Args(num_envs=8, frame_stack=stack, buffer_size=10**6, total_timesteps=10**7)
     observations = gym.spaces.Box(0, 255, shape, np.uint8)

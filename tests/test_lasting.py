@@ -30,6 +30,7 @@ COMPILED = [
 ]
 # Flags with which a run takes a second or two.
 SMALL = "--learning-starts 50 --batch-size 8 --buffer-size 100 --log-interval 20".split()  # noqa: SIM905
+SHORT = ["--total-timesteps", "100", "--gamma", "0.5", *SMALL]
 
 
 def assert_equal_trees(a, b):
@@ -115,7 +116,7 @@ def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path, monkeypa
 def test_what_is_saved_is_what_train_returns(tmp_path, monkeypatch):
     """A thread is learning while the next rollout is collected: it is waited for."""
     monkeypatch.chdir(tmp_path)
-    flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=400)
+    flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=400, n_step=3)
     args = dqn_jax.Args(total_timesteps=200, **flags)
     run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=0)
     state, _, folder = dqn_jax.train(args, run)
@@ -190,7 +191,7 @@ def last_line(out):
 def test_a_complete_run_is_evaluated_once_more_and_reports_the_same(run_main):
     pytest.importorskip("moviepy")
     pytest.importorskip("pygame")
-    code, out, err = run_main(dqn_jax, "--total-timesteps", "100", *SMALL)
+    code, out, err = run_main(dqn_jax, *SHORT)
     assert code == 0, err
     reported = last_line(out)
     folder = reported.split(":")[0]
@@ -217,7 +218,7 @@ def test_a_complete_run_is_evaluated_once_more_and_reports_the_same(run_main):
 
 def test_a_complete_compiled_run_reports_the_same_returns_of_each_agent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = per_dqn_jax.Args(total_timesteps=320, num_envs=4, **DQN_FLAGS)
+    args = per_dqn_jax.Args(total_timesteps=640, num_envs=4, **DQN_FLAGS)
     run = dict(env_id="environments:Chain-v0", num_seeds=2, log_interval=80, eval_episodes=2)
     state, returns, folder = per_dqn_jax.train(args, per_dqn_jax.Run(**run))
     run = per_dqn_jax.Run(resume=str(folder), **run)
@@ -234,8 +235,7 @@ def test_a_complete_compiled_run_reports_the_same_returns_of_each_agent(tmp_path
 
 def test_a_resume_takes_the_flags_of_the_folder_and_more_steps(run_main):
     """How often a run is evaluated, saved and logged may change for the time being."""
-    small = ["--total-timesteps", "100", "--gamma", "0.5", *SMALL]
-    code, out, err = run_main(dqn_jax, *small, "--eval-episodes", "0")
+    code, out, err = run_main(dqn_jax, *SHORT, "--eval-episodes", "0")
     assert code == 0, err
     folder = last_line(out).split(":")[0]
     started = json.loads(Path(folder, "args.json").read_text())
@@ -309,9 +309,9 @@ def test_a_signal_keeps_a_checkpoint_of_the_last_iteration(number, run_main, mon
     folder = run_folder(Path())
     assert last_line(out).startswith(f"{folder.absolute()}: mean return of the last episodes")
     assert checkpoint_steps(folder) == [60]  # whole iterations of 10 steps
-    resume_to(folder.absolute(), 100)
+    resume_to(folder.absolute(), 200)
     steps = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
-    assert steps == [20, 40, 60, 80, 100]
+    assert steps == list(range(20, 201, 20))
 
 
 def test_a_signal_in_training_from_python_ends_the_iteration(tmp_path, monkeypatch):

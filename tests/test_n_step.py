@@ -11,7 +11,7 @@ import buffers
 
 @pytest.mark.parametrize("jit", [slow(False), True])
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_against_a_slow_loop(n, jit):
+def test_returns_are_those_of_a_slow_loop(n, jit):
     rng, batch, gamma = np.random.default_rng(n), 300, 0.9
     reward = rng.normal(size=(batch, n)).astype(np.float32)
     terminated = rng.random((batch, n)) < 0.15

@@ -694,7 +694,7 @@ def test_train_step_is_what_a_plain_loop_gives(space):
     assert metrics.keys() == LEARNING_TAGS
 
 
-@pytest.mark.parametrize("space", [DISCRETE, BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize("space", [slow(DISCRETE), BOX], ids=["discrete", "box"])
 def test_masked_rows_change_nothing(space):
     _, state, step = make_plain_step(space is BOX)
     rollout = random_rollout(np.random.default_rng(8), 16, 4, space)
@@ -736,7 +736,7 @@ def test_a_rollout_without_a_step_is_harmless():
     assert all(value == 0 for value in metrics.values())
 
 
-@pytest.mark.parametrize("anneal_lr", [False, True])
+@pytest.mark.parametrize("anneal_lr", [slow(False), True])
 def test_the_learning_rate_goes_linearly_to_0_at_the_end_and_stays_there(anneal_lr):
     """By the length of a gradient step, which is proportional to it."""
     _, state, step = make_step(
@@ -970,7 +970,7 @@ TAGS = LEARNING_TAGS | {
     "eval/episodic_return",
 }
 PENDULUM_ARGS = Args(total_timesteps=1_500, anneal_lr=False)
-PENDULUM_RUN = Run(env_id="Pendulum-v1", log_interval=512)
+PENDULUM_RUN = Run(env_id="Pendulum-v1", log_interval=512, eval_episodes=2)
 
 
 @pytest.fixture(scope="module")

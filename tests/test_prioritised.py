@@ -294,9 +294,9 @@ def test_new_items_get_the_largest_priority_ever_set():
 
 TREE_SHAPES = [
     Windows(7),
-    Windows(9, length=3),
+    slow(Windows(9, length=3)),
     slow(Windows(7, length=7)),
-    Windows(8, length=3, period=2),
+    slow(Windows(8, length=3, period=2)),
     slow(Windows(8, length=4, period=4)),
     Windows(6, length=5, period=3),  # at times full with nothing to draw
     slow(Windows(5, envs=3)),
@@ -373,8 +373,8 @@ def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
 # ------------------------------------------------------------------------- exponents, large, small
 
 
-@pytest.mark.parametrize("exponent", [0, 1, 2, 0.0, 0.4])
-def test_exponents(exponent):
+@pytest.mark.parametrize("exponent", [0, slow(1), 2, slow(0.0), 0.4])
+def test_the_exponent_turns_priorities_into_weights(exponent):
     priorities = np.float32([0, 1, 2, 3, 0.5, 0])
     replay, state = filled(priorities, exponent)
     weights = np.float64(priorities) ** exponent
@@ -388,7 +388,8 @@ def test_exponents(exponent):
 
 
 @pytest.mark.parametrize(
-    ("priority", "exponent"), [(3e38, 1), (1e38, 0.6), (1e19, 2), (1e-10, 1), (1e-17, 2)]
+    ("priority", "exponent"),
+    [(3e38, 1), slow(1e38, 0.6), slow(1e19, 2), slow(1e-10, 1), (1e-17, 2)],
 )
 def test_large_and_small_priorities_are_drawn(priority, exponent):
     size = 1_000
@@ -410,7 +411,7 @@ def test_large_and_small_priorities_are_drawn(priority, exponent):
 # ------------------------------------------------------------------------------- importance weights
 
 
-def test_importance_weights_by_hand():
+def test_importance_weights_are_those_by_hand():
     weights = buffers.importance_weights(np.float32([0.1, 0.4, 0.5]), 10, 0.5)
     # (10 P)**-0.5 is 1, 1 / 2, 1 / sqrt(5); the largest is 1
     np.testing.assert_allclose(weights, [1, 0.5, 5**-0.5], rtol=1e-6)

@@ -206,6 +206,7 @@ def test_a_mistake_in_a_resume_ends_both_processes_in_one_line(tmp_path):
         ]
 
 
+@pytest.mark.slow
 def test_joining_nobody_is_said_in_one_line(tmp_path):
     (process,) = start(dqn_jax, tmp_path, ["--distributed", "auto"], 1)
     _, err = process.communicate(timeout=60)

@@ -669,12 +669,23 @@ def test_a_compiled_run_goes_on_bit_for_bit(networks, request, monkeypatch):
         assert got == expected
 
 
-def test_an_ordinary_run_goes_on_with_its_agent(simple_networks):
-    args = Args(total_timesteps=200, **SMALL)
-    run = Run(eval_episodes=1)
-    _, _, folder = train(args, run)
-    longer = Args(total_timesteps=300, **SMALL)
-    state, _, _ = train(longer, Run(eval_episodes=1, resume=str(folder)))
+def test_an_ordinary_run_goes_on_with_its_agent(simple_networks, monkeypatch):
+    """A signal comes at step 200, in an iteration that goes on to step 204."""
+    args = Args(total_timesteps=300, **SMALL)
+    run = dict(log_interval=100, eval_episodes=1)
+    signals = []
+    write_point = sac_jax.write_point
+
+    def stop_at_step_200(log, step, metrics):
+        if step == 200:
+            signals.append(signal.SIGTERM)
+        write_point(log, step, metrics)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sac_jax, "write_point", stop_at_step_200)
+        half, _, folder = train(args, Run(**run), signals)
+    assert int(half.critic_opt_state[0].count) == (204 - 64) / 4
+    state, _, _ = train(args, Run(**run, resume=str(folder)))
     assert int(state.critic_opt_state[0].count) == (300 - 64) / 4
     actions = sac_jax.load_policy(folder)(np.float32([[1, 0, 0], [-1, 0, 8]]))
     assert actions.shape == (2, 1)

@@ -168,8 +168,7 @@ def test_observations_that_are_no_vector_are_flattened_and_that_is_said(kind, ca
     envs.close()
     for observation in (at_first, later):
         np.testing.assert_array_equal(observation, [flat, flat])
-        assert observation.dtype == alg.example.observation.dtype
-        assert observation.shape[1:] == alg.example.observation.shape
+    assert alg.example.observation.shape == np.shape(flat)
 
 
 @pytest.mark.parametrize("kind", ["Dict", slow("Image"), slow("Small")])

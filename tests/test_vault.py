@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ def test_row_r_of_the_run_is_row_r_of_the_vault(tmp_path, factory):
         vault.read(3, 46)
 
 
-def test_a_queue_and_what_was_popped(tmp_path):
+def test_a_queue_is_written_with_what_was_popped_since(tmp_path):
     queue, vault = buffers.circular_buffer(8), Vault(tmp_path, ITEM)
     items = jax.tree.map(lambda x: x[:, 0], rows(0, 12, 1))
     state = queue.add_batch(queue.init(ITEM), jax.tree.map(lambda x: x[:6], items))
@@ -178,7 +179,7 @@ def test_dtypes_come_back_as_they_are(tmp_path, dtype):
     assert got.tobytes() == np.asarray(values).tobytes()
 
 
-def test_python_scalars_and_empty_leaves(tmp_path):
+def test_python_scalars_and_empty_leaves_come_back(tmp_path):
     item = (1.5, [True, 3], np.zeros((0, 2), np.float32))
     replay, vault = buffers.uniform_replay(4), Vault(tmp_path, item)
     vault.write(replay.add(replay.init(item), item))
@@ -202,7 +203,7 @@ def test_other_items_and_other_buffers_are_errors(tmp_path):
         Vault(tmp_path, ITEM, num_envs=2).write(replay.init(ITEM))
 
 
-def test_a_state_with_an_axis_of_one_in_front(tmp_path):
+def test_a_state_may_have_an_axis_of_one_in_front(tmp_path):
     replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
     state = replay.add_batch(replay.init(ITEM), rows(0, 6))
     assert vault.write(jax.tree.map(lambda x: x[None], state)) == 6
@@ -256,7 +257,7 @@ def test_one_of_which_nothing_is_known_is_read_by_the_names_of_its_leaves(tmp_pa
         np.testing.assert_array_equal(got[name], x[2:9])
 
 
-def test_bare_items_of_one_of_which_nothing_is_known(tmp_path):
+def test_bare_items_of_one_of_which_nothing_is_known_are_read(tmp_path):
     replay, vault = buffers.uniform_replay(4), Vault(tmp_path, jnp.bfloat16(0))
     vault.write(replay.add_batch(replay.init(jnp.bfloat16(0)), jnp.arange(3, dtype=jnp.bfloat16)))
     got = Vault(tmp_path).read(0, 3)
@@ -445,7 +446,7 @@ def test_every_flipped_bit_is_an_error_that_names_the_file(tmp_path):
     assert_holds(vault, 0, 40)
 
 
-def test_flipped_bits_of_what_describes_the_arrays(tmp_path):
+def test_flipped_bits_of_what_describes_the_arrays_do_no_silent_harm(tmp_path):
     """Few of them mean anything: each is an error that names the file or changes nothing."""
     _, _, vault = filled(tmp_path)
     errors = 0
@@ -551,7 +552,7 @@ WRITER = """
 """
 
 
-@pytest.mark.parametrize("kills", [3, slow(25)])
+@pytest.mark.parametrize("kills", [2, slow(25)])
 def test_killed_at_any_moment_it_has_every_row_that_was_written(kills, tmp_path):
     random = np.random.default_rng(kills)
     known = 0
@@ -562,6 +563,7 @@ def test_killed_at_any_moment_it_has_every_row_that_was_written(kills, tmp_path)
             assert run.stdout.readline() == "opened 0\n"
             for _ in range(random.integers(1, 60)):
                 known = int(run.stdout.readline())
+            time.sleep(random.uniform(0, 0.03))  # or it would always be between two writes
             run.send_signal(signal.SIGKILL)
             known = max([known, *map(int, run.stdout.read().split())])
         vault = Vault(tmp_path / "vault", ITEM, num_envs=2)
