@@ -610,17 +610,32 @@ class Core(NamedTuple):
 def _replay(core: Core, donate: bool) -> Replay:
     """The functions above with this core, compiled. Called from Python they check values first."""
     jit = partial(jax.jit, donate_argnames="state" if donate else None)
+    sample, add_and_sample = _draws(core, jit)
+    get, update = _access(core, jit)
+    set_priorities = None
+    if core.set_priorities:
+        set_priorities = _priority_setter(core, jit)
+    return Replay(
+        init=jax.jit(core.init),
+        add=jit(core.add),
+        add_batch=jit(core.add_batch),
+        sample=sample,
+        add_and_sample=add_and_sample,
+        get=get,
+        update=update,
+        indices=jax.jit(core.indices),
+        size=jax.jit(core.size),
+        can_sample=jax.jit(core.can_sample),
+        set_priorities=set_priorities,
+        core=core,
+    )
+
+
+def _draws(core: Core, jit: Callable) -> tuple[Callable, Callable]:
+    """`sample` and `add_and_sample`."""
     check_drawable = _drawable_check(core)
-    are_stored = jax.jit(core.are_stored, static_argnames="window")
     sample_in_jit = jax.jit(core.sample, static_argnames="batch_size")
     add_and_sample_in_jit = jit(core.add_and_sample, static_argnames="batch_size")
-    get_in_jit = jax.jit(core.get)
-    update_all_in_jit = jit(core.update_all, static_argnames="fn")
-    update_at_in_jit = jit(core.update_at, static_argnames="fn")
-
-    def check_stored(name: str, state: State, indices: Any, window: int) -> None:
-        if _is_checked(core.layout, state.size, indices):
-            _check(are_stored(state, indices, window), f"{name}: {core.gone}", size=state.size)
 
     def sample(state: State, key: Array, batch_size: int) -> Sample:
         """Draws `batch_size`, which is static, with replacement. With nothing to draw: ValueError;
@@ -635,6 +650,20 @@ def _replay(core: Core, donate: bool) -> Replay:
         count = _positive("add_and_sample(state, items, key, batch_size): batch_size", batch_size)
         check_drawable("add_and_sample", state, items)
         return add_and_sample_in_jit(state, items, key, count)
+
+    return sample, add_and_sample
+
+
+def _access(core: Core, jit: Callable) -> tuple[Callable, Callable]:
+    """`get` and `update`, which take indices."""
+    are_stored = jax.jit(core.are_stored, static_argnames="window")
+    get_in_jit = jax.jit(core.get)
+    update_all_in_jit = jit(core.update_all, static_argnames="fn")
+    update_at_in_jit = jit(core.update_at, static_argnames="fn")
+
+    def check_stored(name: str, state: State, indices: Any, window: int) -> None:
+        if _is_checked(core.layout, state.size, indices):
+            _check(are_stored(state, indices, window), f"{name}: {core.gone}", size=state.size)
 
     def get(state: State, indices: Any) -> PyTree:
         """What `sample` gave for `indices`, [*indices.shape, ...]; in a circular buffer 0 is the
@@ -658,20 +687,7 @@ def _replay(core: Core, donate: bool) -> Replay:
             raise TypeError("update: args go with indices, a row for each; got no indices")
         return update_all_in_jit(state, fn)
 
-    return Replay(
-        init=jax.jit(core.init),
-        add=jit(core.add),
-        add_batch=jit(core.add_batch),
-        sample=sample,
-        add_and_sample=add_and_sample,
-        get=get,
-        update=update,
-        indices=jax.jit(core.indices),
-        size=jax.jit(core.size),
-        can_sample=jax.jit(core.can_sample),
-        set_priorities=_priority_setter(core, jit) if core.set_priorities else None,
-        core=core,
-    )
+    return get, update
 
 
 def _drawable_check(core: Core) -> Callable:
@@ -755,6 +771,34 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
     core = Core(layout, meant=meant, gone=gone)
     ring = _replay(core, donate)  # of which a queue has what does not draw
 
+    @jax.jit
+    def can_add(state: RingState, n: Any) -> Array:
+        """Whether n more items fit without loss: [] bool."""
+        return state.size + n <= max_size
+
+    @jax.jit
+    def can_pop(state: RingState, n: Any) -> Array:
+        """Whether n items are held: [] bool."""
+        return state.size >= n
+
+    return CircularBuffer(
+        init=ring.init,
+        add=ring.add,
+        add_batch=ring.add_batch,
+        pop=_popper(core, can_pop, donate),
+        get=ring.get,
+        update=ring.update,
+        size=ring.size,
+        can_add=can_add,
+        can_pop=can_pop,
+        max_size=max_size,
+    )
+
+
+def _popper(core: Core, can_pop: Callable, donate: bool) -> Callable:
+    """`pop` of a circular buffer."""
+    max_size = core.layout.capacity
+
     @partial(jax.jit, static_argnames="n", donate_argnames="state" if donate else None)
     def compiled_pop(state: RingState, n: int) -> Any:
         items = core.get(state, jnp.arange(n))
@@ -767,25 +811,12 @@ def circular_buffer(max_size: int, *, donate: bool = True, debug: bool = False) 
         """
         if _positive("n", n) > max_size:
             raise ValueError(f"pop: n is {n}, but at most max_size = {max_size} items are held")
-        if _is_checked(layout, state.size):
+        if _is_checked(core.layout, state.size):
             ok = can_pop(state, n)
             _check(ok, "pop: {n} items asked for, but {size} held", n=n, size=state.size)
         return compiled_pop(state, n)
 
-    @jax.jit
-    def can_add(state: RingState, n: Any) -> Array:
-        """Whether n more items fit without loss: [] bool."""
-        return state.size + n <= max_size
-
-    @jax.jit
-    def can_pop(state: RingState, n: Any) -> Array:
-        """Whether n items are held: [] bool."""
-        return state.size >= n
-
-    add, get, update = ring.add, ring.get, ring.update
-    return CircularBuffer(
-        ring.init, add, ring.add_batch, pop, get, update, ring.size, can_add, can_pop, max_size
-    )
+    return pop
 
 
 def uniform_replay(
@@ -1088,18 +1119,8 @@ def clustered_replay(
     2**29 items.
     """
     clusters = _positive("num_clusters", num_clusters)
-    inner = getattr(cluster_buffer, "core", None)
-    if inner is None or inner.cluster_axis:
-        given = type(cluster_buffer).__name__
-        raise TypeError(f"cluster_buffer must be a uniform or a prioritised replay, got {given}")
-    if inner.layout.window > 1:
-        raise TypeError(
-            f"cluster_buffer has sequence_length={inner.layout.window}, but the steps of a cluster "
-            "do not follow each other: leave it out, and store whole windows or episodes as items"
-        )
+    inner = _core_of_cluster(cluster_buffer, clusters)
     layout = inner.layout._replace(clusters=clusters, debug=debug)
-    if layout.capacity * clusters > 2**29:
-        raise ValueError(f"{clusters} times {layout.capacity} items are more than 2**29")
 
     def empty() -> State:
         return tree_map(lambda x: jnp.broadcast_to(x, (clusters, *x.shape)), inner.empty())
@@ -1114,6 +1135,22 @@ def clustered_replay(
         cluster_axis=(-1,),
     )
     return _replay(core, donate)
+
+
+def _core_of_cluster(cluster_buffer: Any, clusters: int) -> Core:
+    """What `cluster_buffer` is made of, or an error if it cannot be that of so many clusters."""
+    core = getattr(cluster_buffer, "core", None)
+    if core is None or core.cluster_axis:
+        given = type(cluster_buffer).__name__
+        raise TypeError(f"cluster_buffer must be a uniform or a prioritised replay, got {given}")
+    if core.layout.window > 1:
+        raise TypeError(
+            f"cluster_buffer has sequence_length={core.layout.window}, but the steps of a cluster "
+            "do not follow each other: leave it out, and store whole windows or episodes as items"
+        )
+    if core.layout.capacity * clusters > 2**29:
+        raise ValueError(f"{clusters} times {core.layout.capacity} items are more than 2**29")
+    return core
 
 
 def _advance_clusters(

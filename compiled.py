@@ -375,14 +375,7 @@ def start(program: Program, script: Any, signals: Any) -> tuple[Training, list, 
         saved = checkpoints.Checkpoints(folder)
     if run.resume:
         begun, training, recent = saved.newest(training)
-    vault = None
-    if getattr(args, "save_experience", False):
-        from vault import Vault
-
-        about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs)}
-        about |= {"seed": run.seed, "script": Path(script.__file__).stem}
-        vault = Vault(folder / "experience", program.alg.stored, args.num_envs, about=about)
-        vault.write(training.agent.replay)  # drops what a resumed run had after its checkpoint
+    vault = script.open_vault(program.alg, run, folder, training.agent)
     writers = []
     for i in range(run.num_seeds if jax.process_index() == 0 else 0):
         path = folder / f"seed_{run.seed + i}" if i > 0 else folder

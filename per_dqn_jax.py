@@ -402,9 +402,9 @@ def make_envs(args: Args, run: Run, num_envs: int, videos: str = "") -> VectorEn
         if num_envs < 4 and envs.spec.vector_entry_point and envs.spec.entry_point and not options:
             with suppress(Exception):  # so few are faster one by one, if that is the same
                 singles = gym.make_vec(run.env_id, num_envs, "sync", {"copy": False}, **kwargs)
-                if singles.single_observation_space == envs.single_observation_space:
-                    singles, envs = envs, singles
-                singles.close()
+                are_alike = singles.single_observation_space == envs.single_observation_space
+                (envs if are_alike else singles).close()
+                envs = singles if are_alike else envs
     except Exception as error:
         flags = f"--env-id {run.env_id} --env-kwargs '{run.env_kwargs}'"
         error.add_note(f"in {flags}")
@@ -590,6 +590,19 @@ def open_writer(folder: Path, flags: dict, begun: int) -> Any:
     return writer
 
 
+def open_vault(alg: Any, run: Run, folder: Path, state: Any) -> Any:
+    """The experience on disk with --save-experience, otherwise None."""
+    if not getattr(alg.args, "save_experience", False):
+        return None
+    from vault import Vault
+
+    about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs)}
+    about |= {"seed": run.seed, "script": Path(__file__).stem}
+    vault = Vault(folder / "experience", alg.stored, alg.args.num_envs, about=about)
+    vault.write(state.replay)  # drops what a resumed run had after its checkpoint
+    return vault
+
+
 def write_metrics(writer: Any, step: int, metrics: dict) -> None:
     """Adds a point to each chart of {tag: number}, but no NaN; all in one event, the fastest."""
     points = [Summary.Value(tag=k, simple_value=x) for k, x in metrics.items() if not math.isnan(x)]
@@ -643,14 +656,7 @@ def start(alg: Any, run: Run, envs: VectorEnv, key: Array, signals: Sequence[int
     if run.resume:
         begun, state, recent = saved.newest(state)
         state = alg.cut_episodes_off(state)
-    vault = None
-    if getattr(alg.args, "save_experience", False):
-        from vault import Vault
-
-        about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs)}
-        about |= {"seed": run.seed, "script": Path(__file__).stem}
-        vault = Vault(folder / "experience", alg.stored, alg.args.num_envs, about=about)
-        vault.write(state.replay)  # drops what a resumed run had after its checkpoint
+    vault = open_vault(alg, run, folder, state)
     writer = open_writer(folder, asdict(run) | asdict(alg.args), begun)
     bar = tqdm(initial=begun, total=alg.args.total_timesteps, unit=" steps", disable=None)
     observation, _ = envs.reset(seed=environment_seed(run, begun))

@@ -59,6 +59,26 @@ def optimised():
 
 
 @pytest.fixture
+def signals_at(monkeypatch):
+    """Gives, for a step, `signals` of a compiled run that one comes to with the point there."""
+    import compiled
+
+    def signals_at(step):
+        signals = []
+        write_point = compiled.write_point
+
+        def write_and_signal(*what):
+            if what[3] == step:
+                signals.append(signal.SIGTERM)
+            write_point(*what)
+
+        monkeypatch.setattr(compiled, "write_point", write_and_signal)
+        return signals
+
+    return signals_at
+
+
+@pytest.fixture
 def run_main(tmp_path, monkeypatch, capsys):
     """Runs `main` of a script in this process, in a folder of its own: exit code, out, err."""
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,6 @@ from environments import Chain
 from events import ROOT
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 
-import compiled
 import dqn_jax
 import ppo_jax
 
@@ -208,19 +207,9 @@ def test_before_the_first_episode_of_a_compiled_run_ends_there_is_no_return(caps
         assert re.fullmatch(rf"\d+ steps, \d+ a second, return {shown}", line)
 
 
-def test_a_resumed_compiled_run_shows_its_return_until_an_episode_ends(capsys, monkeypatch):
+def test_a_resumed_compiled_run_shows_its_return_until_an_episode_ends(capsys, signals_at):
     args = dqn_jax.Args(**STEPWISE)
-    signals = []
-    write_point = compiled.write_point
-
-    def stop_at_step_40(*what):
-        if what[3] == 40:
-            signals.append(signal.SIGTERM)
-        write_point(*what)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(compiled, "write_point", stop_at_step_40)
-        _, returns, folder = dqn_jax.train(args, dqn_jax.Run(**CLOCK), signals)
+    _, returns, folder = dqn_jax.train(args, dqn_jax.Run(**CLOCK), signals_at(40))
     np.testing.assert_array_equal(returns, [4.5])
     capsys.readouterr()
     _, returns, _ = dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **CLOCK))

@@ -15,7 +15,6 @@ from conftest import slow
 from events import read_events
 from scipy.stats import kstest, norm
 
-import compiled
 import sac_jax
 from sac_jax import SAC, Args, Run, Step, train
 
@@ -641,24 +640,14 @@ def test_a_run_on_pendulum_has_the_charts_of_cleanrl(run_main):
 
 
 @pytest.mark.parametrize("networks", ["simple", slow("real")])
-def test_a_compiled_run_goes_on_bit_for_bit(networks, request, monkeypatch):
+def test_a_compiled_run_goes_on_bit_for_bit(networks, request, signals_at):
     """A signal comes in its third log interval."""
     if networks == "simple":
         request.getfixturevalue("simple_networks")
     args = Args(total_timesteps=360, **SMALL)
     run = dict(env_id="phys2d/Pendulum-v0", num_seeds=2, log_interval=60, eval_episodes=0)
     whole, returns, folder = train(args, Run(exp_name="whole", **run))
-    signals = []
-    write_point = compiled.write_point
-
-    def stop_at_step_180(*what):
-        if what[3] == 180:
-            signals.append(signal.SIGTERM)
-        write_point(*what)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(compiled, "write_point", stop_at_step_180)
-        _, _, half = train(args, Run(exp_name="half", **run), signals)
+    _, _, half = train(args, Run(exp_name="half", **run), signals_at(180))
     resumed, same_returns, _ = train(args, Run(exp_name="half", resume=str(half), **run))
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
     np.testing.assert_array_equal(returns, same_returns)
