@@ -48,7 +48,8 @@ SOURCES = {
     "CleanRL": "mean and standard deviation over 3 seeds of 500,000 steps, which its tables call "
     "average episodic return: https://docs.cleanrl.dev/rl-algorithms/dqn/ (dqn_jax.py) and "
     "https://docs.cleanrl.dev/rl-algorithms/ppo/ (ppo.py; in MuJoCo ppo_continuous_action.py, "
-    "1,000,000 steps of the v4 environments)",
+    "1,000,000 steps of the v4 environments) and https://docs.cleanrl.dev/rl-algorithms/sac/ "
+    "(sac_continuous_action.py)",
     "rl-baselines3-zoo": "one run with tuned hyperparameters, of the number of steps given, "
     "evaluated without exploration, standard deviation over episodes: "
     "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md",
@@ -85,6 +86,9 @@ PUBLISHED: dict[tuple[str, str], dict[str, str]] = {
     ("Hopper-v5", "ppo"): {"CleanRL": "2382.86 ± 271.74 (v4)"},
     ("Walker2d-v5", "ppo"): {"CleanRL": "2287.95 ± 571.78 (v4)"},
     ("InvertedPendulum-v5", "ppo"): {"CleanRL": "963.09 ± 22.20 (v4)"},
+    ("HalfCheetah-v5", "sac"): {"CleanRL": "9634.89 ± 1423.73 (v2, 1M)"},
+    ("Hopper-v5", "sac"): {"CleanRL": "2310.46 ± 342.82 (v2, 1M)"},
+    ("Walker2d-v5", "sac"): {"CleanRL": "3591.45 ± 911.33 (v2, 1M)"},
     ("Pendulum-v1", "ppo"): {"rl-baselines3-zoo": "-172.2 ± 104.2 (100k)"},
 }
 
@@ -284,7 +288,7 @@ def summary(env_id: str, script: str, curves: list[Curve]) -> dict[str, Any]:
     limit = float("inf") if threshold is None else threshold
     times = [reached(c, limit) for c in curves]
     low, high = bootstrap(ends)
-    algorithm = "ppo" if script.startswith("ppo") else "dqn"
+    algorithm = script.removeprefix("per_").split("_")[0]
     return {
         "environment": env_id,
         "script": script,
