@@ -11,7 +11,8 @@ Prints a table and writes it with a learning curve for each environment to the f
 `returns.md`, `returns.json`, `ENVIRONMENT.png`. The scripts log the mean return of the episodes
 that ended in a log interval. Of each seed it takes the mean of the fewest last points that together
 hold at least 100 episodes, and the environment steps when such a mean first reached the
-environment's threshold. Over the seeds: mean, standard deviation, and the interquartile mean with
+environment's threshold; with `--evaluations` it takes the evaluations instead, as is usual for SAC.
+Over the seeds: mean, standard deviation, and the interquartile mean with
 a 95% interval of a percentile bootstrap that resamples seeds within each environment (Agarwal et
 al. 2021, "Deep reinforcement learning at the edge of the statistical precipice", arXiv 2108.13264).
 Published returns stand beside ours, with their sources under the table.
@@ -97,8 +98,8 @@ class Curve(NamedTuple):
     """What one seed gave."""
 
     steps: np.ndarray  # environment steps at each point of charts/episodic_return
-    means: np.ndarray  # mean of the last 100 episodes, of fewer at the start
-    complete: np.ndarray  # whether it is of 100
+    means: np.ndarray  # mean of the last 100 episodes, of fewer at the start; or of an evaluation
+    complete: np.ndarray  # whether it is of 100, or of an evaluation
 
 
 def new_run(command: list[str], work: Path) -> Path:
@@ -159,6 +160,15 @@ def curve(folder: Path) -> Curve:
     steps, values = np.array([(p.step, p.value) for p in points]).T
     lengths = np.array([p.value for p in scalars(folder, "charts/episodic_length")])
     return last_means(steps, values, lengths if len(lengths) == len(steps) else None)
+
+
+def evaluations(folder: Path) -> Curve:
+    """The mean return of each evaluation of a run."""
+    points = scalars(folder, "eval/episodic_return")
+    if not points:
+        raise ValueError(f"{folder}: no point of eval/episodic_return: was it run without them?")
+    steps, means = np.array([(p.step, p.value) for p in points]).T
+    return Curve(steps, means, np.ones(len(steps), bool))
 
 
 def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray | None) -> Curve:
@@ -225,7 +235,7 @@ def on_grid(curves: list[Curve], points: int = 150) -> tuple[np.ndarray, np.ndar
     return grid, np.stack(columns, axis=-1)
 
 
-def plot(env_id: str, curves: dict[str, list[Curve]], path: Path) -> None:
+def plot(env_id: str, curves: dict[str, list[Curve]], path: Path, mean: str) -> None:
     """Learning curves of all scripts: mean over seeds, and its 95% bootstrap interval."""
     import matplotlib
 
@@ -271,7 +281,7 @@ def plot(env_id: str, curves: dict[str, list[Curve]], path: Path) -> None:
     axes.set(
         title=env_id,
         xlabel=f"environment steps, in {name}",
-        ylabel="return, mean of the last 100 episodes",
+        ylabel=f"return, {mean}",
     )
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=8, loc="outside lower left")
@@ -304,11 +314,13 @@ def summary(env_id: str, script: str, curves: list[Curve]) -> dict[str, Any]:
     }
 
 
-HEADS = [
-    *("environment", "script", "mean of the last 100, by seed", "mean ± std"),
-    *("interquartile mean (95% interval)", "threshold"),
-    *("steps to it, in thousands, by seed", "median", *SOURCES),
-]
+def heads(mean: str) -> list[str]:
+    """The columns of the table."""
+    return [
+        *("environment", "script", f"{mean}, by seed", "mean ± std"),
+        *("interquartile mean (95% interval)", "threshold"),
+        *("steps to it, in thousands, by seed", "median", *SOURCES),
+    ]
 
 
 def row(s: dict[str, Any]) -> list[str]:
@@ -343,6 +355,9 @@ def main() -> None:
     parser.add_argument(
         "--num-seeds-flag", action="store_true", help="all seeds in one process, by --num-seeds"
     )
+    parser.add_argument(
+        "--evaluations", action="store_true", help="take the evaluations, not the last 100 episodes"
+    )
     parser.add_argument("flags", nargs="*", help="flags of the scripts, after --")
     args = parser.parse_args()
     if args.seeds < 1:
@@ -364,10 +379,11 @@ def main() -> None:
                 f"{task}: expected a folder for each of {args.seeds} seeds, got {len(folders)}: "
                 f"remove the runs of it under {args.folder} and start this again"
             )
-        curves[task] = [curve(folder) for folder in folders]
+        curves[task] = [(evaluations if args.evaluations else curve)(folder) for folder in folders]
     summaries = [summary(*task, curves[task]) for task in tasks]
     text, about = header(["jax", "flax", "optax", "gymnasium", "numpy"])
-    lines = [table(HEADS, map(row, summaries)), ""]
+    mean = "mean of an evaluation" if args.evaluations else "mean of the last 100 episodes"
+    lines = [table(heads(mean), map(row, summaries)), ""]
     lines += [f"{name}: {source}." for name, source in SOURCES.items()]
     note = f"Flags of all runs: {shlex.join(flags)}. " if flags else ""
     text = "\n".join([*lines, "", note + text.replace("\n", "; ").strip("; ") + "."])
@@ -378,7 +394,7 @@ def main() -> None:
     for env_id in args.env_ids:
         chosen = {script: curves[env_id, script] for script in args.scripts}
         try:
-            plot(env_id, chosen, args.plots / f"{env_id.replace('/', '-')}.png")
+            plot(env_id, chosen, args.plots / f"{env_id.replace('/', '-')}.png", mean)
         except ModuleNotFoundError as error:
             print(f"no plots: {error}: pip install -e '.[bench]'", file=sys.stderr)
 

@@ -24,18 +24,20 @@ import training
 ITEM = {"action": jnp.int32(1), "observation": jnp.ones(2)}
 
 
-def write_run(folder, returns_at, speeds_at=(), wall=0.0):
-    """A run as the scripts log it: (step, return, length) and (step, SPS, seconds)."""
+def write_run(folder, returns_at, speeds_at=(), wall=0.0, evaluated_at=()):
+    """A run as the scripts log it: (step, return, length), (step, SPS, seconds), (step, return)."""
     writer = EventFileWriter(str(folder))
 
-    def log(step, seconds, **metrics):
-        points = [Summary.Value(tag=f"charts/{tag}", simple_value=x) for tag, x in metrics.items()]
+    def log(step, seconds, group="charts", **metrics):
+        points = [Summary.Value(tag=f"{group}/{tag}", simple_value=x) for tag, x in metrics.items()]
         writer.add_event(Event(wall_time=wall + seconds, step=step, summary=Summary(value=points)))
 
     for step, value, length in returns_at:
         log(step, step / 10, episodic_return=value, episodic_length=length)
     for step, value, seconds in speeds_at:
         log(step, seconds, SPS=value)
+    for step, value in evaluated_at:
+        log(step, step / 10, group="eval", episodic_return=value)
     writer.close()
 
 
@@ -43,20 +45,31 @@ def test_the_interquartile_mean_leaves_out_a_quarter_at_each_end():
     assert returns.interquartile_mean(np.array([9.0, 1.0, 2.0, 3.0])) == 2.5
     assert returns.interquartile_mean(np.array([100.0, 1.0, 2.0, 3.0, -50.0])) == 2.0
     assert returns.interquartile_mean(np.array([1.0, 3.0])) == 2.0
-    by_row = returns.interquartile_mean(np.array([[4.0, 0.0, 2.0, 1.0], [0.0, 8.0, 8.0, 8.0]]))
-    np.testing.assert_array_equal(by_row, [1.5, 8.0])
+
+
+def test_the_interquartile_mean_is_that_of_each_row():
+    rows = np.array([[4.0, 0.0, 2.0, 1.0], [0.0, 8.0, 8.0, 8.0]])
+    np.testing.assert_array_equal(returns.interquartile_mean(rows), [1.5, 8.0])
+
+
+def mean_of_seeds(scores):
+    return scores.mean(-1)
 
 
 def test_the_interval_is_that_of_all_resamples():
     # Of two seeds a resample has the mean 0, 5 or 10, with probabilities 1/4, 1/2, 1/4.
-    low, high = returns.bootstrap(np.array([0.0, 10.0]), lambda x: x.mean(-1))
-    assert (low, high) == (0.0, 10.0)
-    low, high = returns.bootstrap(np.array([7.0, 7.0, 7.0]))
-    assert (low, high) == (7.0, 7.0)
+    two_seeds = np.array([0.0, 10.0])
+    assert returns.bootstrap(two_seeds, mean_of_seeds) == (0.0, 10.0)
+    alike = np.array([7.0, 7.0, 7.0])
+    assert returns.bootstrap(alike) == (7.0, 7.0)
+
+
+def test_the_interval_of_many_seeds_is_that_of_a_normal_distribution():
     scores = np.random.default_rng(1).normal(size=400)
-    low, high = returns.bootstrap(scores, lambda x: x.mean(-1))
-    assert high - low == pytest.approx(2 * 1.96 * scores.std() / 20, rel=0.1)
-    assert (low, high) == returns.bootstrap(scores, lambda x: x.mean(-1))
+    low, high = returns.bootstrap(scores, mean_of_seeds)
+    standard_error = scores.std() / 20
+    assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
+    assert (low, high) == returns.bootstrap(scores, mean_of_seeds)  # the resamples are the same
 
 
 def test_a_mean_is_of_the_last_hundred_points_where_each_is_an_episode():
@@ -92,8 +105,9 @@ def test_a_point_after_intervals_without_an_episode_holds_those_of_all_their_ste
 
 
 def test_a_curve_on_a_grid_is_the_last_value_of_each_seed():
-    one = returns.Curve(np.array([10.0, 20.0]), np.array([1.0, 2.0]), np.array([True, True]))
-    two = returns.Curve(np.array([0.0, 40.0]), np.array([5.0, 6.0]), np.array([True, True]))
+    complete = np.array([True, True])
+    one = returns.Curve(np.array([10.0, 20.0]), means=np.array([1.0, 2.0]), complete=complete)
+    two = returns.Curve(np.array([0.0, 40.0]), means=np.array([5.0, 6.0]), complete=complete)
     grid, scores = returns.on_grid([one, two], points=3)
     np.testing.assert_array_equal(grid, [0, 10, 20])
     np.testing.assert_array_equal(scores, [[np.nan, 5], [1, 5], [2, 5]])
@@ -124,32 +138,60 @@ def test_a_run_that_fails_says_where_to_look(tmp_path, monkeypatch):
         returns.run("dqn_jax", "E-v1", 1, [], tmp_path)
 
 
-def test_a_line_of_returns(tmp_path):
+def test_a_line_of_returns_has_their_mean_interval_and_median(tmp_path):
     write_run(tmp_path, [(501 * (i + 1), 480.0, 500.0) for i in range(120)])
     curve = returns.curve(tmp_path)
     summary = returns.summary("CartPole-v1", "ppo_jax", [curve, curve])
-    cells = dict(zip(returns.HEADS, returns.row(summary), strict=True))
+    heads = returns.heads("mean of the last 100 episodes")
+    cells = dict(zip(heads, returns.row(summary), strict=True))
+    assert cells["mean of the last 100 episodes, by seed"] == "480.0, 480.0"
     assert cells["mean ± std"] == "480.0 ± 0.0"
     assert cells["interquartile mean (95% interval)"] == "480.0 (480.0 to 480.0)"
     assert cells["median"] == "50"
     assert cells["CleanRL"] == "490.04 ± 6.12"
 
 
-def test_speed_and_time_to_threshold_of_a_run(tmp_path):
-    # 100 steps/s in the first half, 400 in the second; each point of returns is 10 episodes.
+def test_evaluations_are_a_curve_whose_points_are_all_complete(tmp_path):
+    write_run(tmp_path, [(100, 5.0, 10.0)], evaluated_at=[(1000, 470.0), (2000, 480.0)])
+    curve = returns.evaluations(tmp_path)
+    np.testing.assert_array_equal(curve.steps, [1000, 2000])
+    np.testing.assert_array_equal(curve.means, [470, 480])
+    assert returns.reached(curve, 475.0) == 2000
+
+
+def test_a_published_return_is_that_of_the_algorithm(tmp_path):
+    write_run(tmp_path, [], evaluated_at=[(1000, 9000.0)])
+    curve = returns.evaluations(tmp_path)
+    for script, cleanrl in {"ppo_jax [d]": "1442.64", "sac_jax": "9634.89"}.items():
+        summary = returns.summary("HalfCheetah-v5", script, [curve])
+        assert summary["published"]["CleanRL"].startswith(cleanrl)
+    prioritised = returns.summary("CartPole-v1", "per_dqn_jax --num-envs 8", [curve])
+    assert prioritised["published"]["CleanRL"] == "498.38 ± 2.29"
+
+
+def write_run_that_gets_faster(folder):
+    """At 100 steps/s, then at 400. Points are of 10 episodes: 20 of return 10, then 20 of 500."""
     speeds = [(1000, 100, 10.0), (2000, 100, 20.0), (3000, 133, 22.5), (4000, 160, 25.0)]
     episodes = [(90 * (i + 1), 10.0 if i < 20 else 500.0, 8.0) for i in range(40)]
-    write_run(tmp_path, episodes, speeds, wall=1000.0)
-    one = training.read([tmp_path], start=990.0, threshold=475.0)
-    assert one.whole == 160
-    assert one.second_half == pytest.approx(400)
+    write_run(folder, episodes, speeds, wall=1000.0)
+
+
+def test_speed_and_time_to_threshold_of_a_run(tmp_path):
+    write_run_that_gets_faster(tmp_path)
+    outcome = training.read([tmp_path], start=990.0, threshold=475.0)
+    assert outcome.whole == 160
+    assert outcome.second_half == pytest.approx(400)
     # The points 20 to 29 are the first ten of 500.
-    assert one.steps_to_threshold == 2700
-    assert one.seconds_to_threshold == pytest.approx(10 + 270)
-    assert one.final == 500
-    two = training.read([tmp_path, tmp_path], start=990.0, threshold=501.0)
-    assert two.second_half == pytest.approx(800)
-    assert two.steps_to_threshold == float("inf")
+    assert outcome.steps_to_threshold == 2700
+    assert outcome.seconds_to_threshold == pytest.approx(10 + 270)
+    assert outcome.final == 500
+
+
+def test_the_speed_of_two_agents_is_that_of_both(tmp_path):
+    write_run_that_gets_faster(tmp_path)
+    outcome = training.read([tmp_path, tmp_path], start=990.0, threshold=501.0)
+    assert outcome.second_half == pytest.approx(800)
+    assert outcome.steps_to_threshold == float("inf")
 
 
 def test_a_run_without_a_second_half_says_so():
@@ -157,21 +199,28 @@ def test_a_run_without_a_second_half_says_so():
         training.speed(np.array([1000.0]), np.array([1.0]))
 
 
-def test_what_a_configuration_is_told():
+def test_flags_that_a_command_does_not_set_are_those_of_its_script():
     command = "ppo_jax.py --num-envs=64 --env-id A"
     assert training.num_envs_of(command) == 64
     assert training.num_envs_of("ppo_jax.py") == 4
     assert training.num_envs_of("per_dqn_jax.py") == 1
     assert training.flag(command, "--env-id", "B") == "A"
+
+
+def test_a_configuration_is_compared_with_a_peer_in_the_same_environment():
     here = training.Configuration("x", "ppo_jax.py --num-envs 64")
     base = training.beside(here, training.CONFIGURATIONS)
     assert base.name == "Stable-Baselines3 PPO, 4 environments"
-    elsewhere = training.Configuration("x", command)
+    elsewhere = training.Configuration("x", "ppo_jax.py --num-envs=64 --env-id A")
     assert training.beside(elsewhere, training.CONFIGURATIONS) is None
-    assert len({c.name for c in training.CONFIGURATIONS}) == len(training.CONFIGURATIONS)
 
 
-def test_a_line_of_training():
+def test_no_two_configurations_have_the_same_name():
+    names = [configuration.name for configuration in training.CONFIGURATIONS]
+    assert len(set(names)) == len(names)
+
+
+def test_a_line_of_training_has_medians_and_ranges():
     own = [
         training.Outcome(200.0, 300.0, 50_000.0, 20.0, 500.0),
         training.Outcome(220.0, 330.0, float("inf"), float("inf"), 480.0),
@@ -267,30 +316,42 @@ def test_slow_environments_take_their_time(vectorization, processes, tmp_path, m
 def test_ratios_are_repetition_by_repetition():
     times = {"ours": [1.0, 2.0, 4.0], "naive_jax": [2.0, 2.0, 12.0]}
     cells = replay_buffers.cells(times, ["naive_jax", "dejax", "cpprb"], {"cpprb"})
-    assert cells == [
-        *("2.00 (1.00 to 4.00)", "2.00", "2.00 (1.00 to 3.00)"),
-        *("", "", "not installed", ""),
-    ]
+    of_ours = ["2.00 (1.00 to 4.00)"]
+    of_naive_jax = ["2.00", "2.00 (1.00 to 3.00)"]
+    of_dejax = ["", ""]  # it has no such operation
+    of_cpprb = ["not installed", ""]
+    assert cells == of_ours + of_naive_jax + of_dejax + of_cpprb
+
+
+def test_a_repetition_has_fewer_calls_if_they_are_slow():
     assert replay_buffers.calls_a_repetition(10.0, 500) == 500
     assert replay_buffers.calls_a_repetition(1_000.0, 500) == 50
     assert replay_buffers.calls_a_repetition(1e6, 500) == 2
 
 
-@pytest.mark.parametrize("name", ["ours", "naive_jax", "naive_numpy"])
-def test_buffers_hold_what_is_added(name):
-    def run(buffer, capacity, *operations):
-        peer = replay_buffers.make(name, buffer, ITEM, capacity)
-        state, indices = peer.state, np.arange(replay_buffers.BATCH, dtype=np.int32) % 160
-        for operation in operations:
-            indices = indices + (int(state.cursor - state.size) if peer.counts_on else 0)
-            state, drawn = peer.calls[operation](state, None, indices, None)
-        return np.asarray(drawn["action"])
+def actions_after(name, buffer, *operations):
+    """The actions that the last one of these operations draws from a library's buffer."""
+    peer = replay_buffers.make(name, buffer, ITEM, capacity=320)
+    state = peer.state
+    indices = np.arange(replay_buffers.BATCH, dtype=np.int32) % 160
+    for operation in operations:
+        if peer.counts_on:
+            indices = indices + int(state.cursor - state.size)
+        state, drawn = peer.calls[operation](state, None, indices, None)
+    return np.asarray(drawn["action"])
 
+
+@pytest.mark.parametrize("name", ["ours", "naive_jax", "naive_numpy"])
+def test_queues_hold_what_is_added_until_it_is_popped(name):
+    actions = actions_after(name, "circular", "add 128, pop 128", "add 128, pop 128", "get 256")
     # Of 160 held and 128 added the first 128 are popped, twice: what is left begins with row 96.
-    queue = run("circular", 320, "add 128, pop 128", "add 128, pop 128", "get 256")
-    np.testing.assert_array_equal(queue[:8], (np.arange(8) + 96) % 8)
-    every = run("uniform", 320, "update all", "get 256")
-    np.testing.assert_array_equal(every[:160], np.arange(160) % 8 + 1)
+    np.testing.assert_array_equal(actions[:8], (np.arange(8) + 96) % 8)
+
+
+@pytest.mark.parametrize("name", ["ours", "naive_jax", "naive_numpy"])
+def test_all_items_of_a_buffer_are_updated(name):
+    actions = actions_after(name, "uniform", "update all", "get 256")
+    np.testing.assert_array_equal(actions[:160], np.arange(160) % 8 + 1)
 
 
 def test_what_is_measured_of_a_peer_is_measured_of_ours():
@@ -305,7 +366,14 @@ def test_all_libraries_draw_from_items_of_all_clusters():
 
 
 def test_json_has_no_infinity(tmp_path):
-    machine.write_json(tmp_path / "a" / "b.json", {"x": [float("inf"), 1.5], "y": float("nan")})
-    assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"x": [None, 1.5], "y": None}
+    path = tmp_path / "a" / "b.json"
+    machine.write_json(path, {"x": [float("inf"), 1.5], "y": float("nan")})
+    assert json.loads(path.read_text()) == {"x": [None, 1.5], "y": None}
+
+
+def test_a_table_is_one_of_markdown():
     assert machine.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_a_package_that_is_missing_has_no_version():
     assert machine.versions(["no-such-package"]) == {"no-such-package": "not installed"}
