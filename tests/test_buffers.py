@@ -83,13 +83,17 @@ class Windows(NamedTuple):
         return self._replace(factory=buffers.prioritised_replay)
 
     @property
+    def num_envs(self):
+        return self.envs or 1
+
+    @property
     def lead(self):
         """The axes of one row."""
         return () if self.envs is None else (self.envs,)
 
     @property
     def max_size(self):
-        return self.rows * (self.envs or 1)
+        return self.rows * self.num_envs
 
     @property
     def modulus(self):
@@ -100,24 +104,39 @@ class Windows(NamedTuple):
 
     def ids(self, first, count):
         """Ids of rows `first`, ..., `first + count - 1`: row * N + environment."""
-        ids = np.arange(first, first + count)[:, None] * (self.envs or 1)
-        return (ids + np.arange(self.envs or 1)).reshape(count, *self.lead)
+        ids = np.arange(first, first + count)[:, None] * self.num_envs
+        return (ids + np.arange(self.num_envs)).reshape(count, *self.lead)
+
+    def masked_ids(self, first, length, mask):
+        """Ids of a batch, and how many rows the mask keeps: from `first` on, the others are -1."""
+        keep = np.array([True] * length if mask is None else mask)
+        number_kept = int(keep.sum())
+        ids = np.full((length, *self.lead), -1)
+        ids[keep] = self.ids(first, number_kept)
+        return ids, number_kept
+
+    def index_of(self, ids):
+        """The index of each id, where ids are row * N + environment: bounded, as the cursor is."""
+        return np.asarray(ids, np.int64) % (self.modulus * self.num_envs)
 
     def valid(self, first, total):
         """The first id of every window there is, when rows `first`, ..., `total - 1` were added."""
-        held = range(max(first, total - self.rows), total)
-        return [
-            row * (self.envs or 1) + env
-            for row in held
-            if row % self.period == 0 and row + (self.length or 1) <= total
-            for env in range(self.envs or 1)
-        ]
+        starts = []
+        for row in range(max(first, total - self.rows), total):
+            is_complete = row + (self.length or 1) <= total
+            if is_complete and row % self.period == 0:
+                starts += [row * self.num_envs + env for env in range(self.num_envs)]
+        return starts
 
     def window(self, start):
         """The ids of the windows that start at each id of `start`."""
         if self.length is None:
             return start
-        return start[..., None] + (self.envs or 1) * np.arange(self.length)
+        return start[..., None] + self.num_envs * np.arange(self.length)
+
+    def starts(self, windows):
+        """The ids at which these windows start."""
+        return windows if self.length is None else windows[:, 0]
 
 
 @cache  # so that tests share what is compiled
@@ -132,10 +151,13 @@ def make_replay(shape, donate):
 
 
 def describe(value):
-    if isinstance(value, Windows):
-        name = f"{value.rows}x{value.envs or 1}-window{value.length}-period{value.period}"
-        return name + "-prioritised" * (value.factory is buffers.prioritised_replay)
-    return None
+    """The name of a shape in the name of a test; pytest names all else."""
+    if not isinstance(value, Windows):
+        return None
+    name = f"{value.rows}x{value.num_envs}-window{value.length}-period{value.period}"
+    if value.factory is buffers.prioritised_replay:
+        name += "-prioritised"
+    return name
 
 
 def both(*shapes):
@@ -153,12 +175,19 @@ def general_first(general, *special):
 
 def batches(*lengths):
     """A static length, and a mask of that length or None."""
-    masks = {n: st.none() | st.lists(st.booleans(), min_size=n, max_size=n) for n in lengths}
-    return st.sampled_from(lengths).flatmap(lambda n: st.tuples(st.just(n), masks[n]))
+
+    def with_mask(length):
+        masks = st.lists(st.booleans(), min_size=length, max_size=length)
+        return st.tuples(st.just(length), st.none() | masks)
+
+    return st.sampled_from(lengths).flatmap(with_mask)
 
 
 def kept(rows, mask):
-    return [row for row, keep in zip(rows, mask or [True] * len(rows), strict=True) if keep]
+    """The rows that a mask keeps, which are all without one."""
+    if mask is None:
+        return list(rows)
+    return [row for row, keep in zip(rows, mask, strict=True) if keep]
 
 
 def as_mask(mask):
@@ -170,10 +199,10 @@ CIRCULAR_MODULUS = buffers._layout(5).modulus
 
 circular_operations = st.lists(
     st.one_of(
-        st.just(("add",)),
+        st.just(("add", None)),
         st.tuples(st.just("add_batch"), batches(3, 8)),
         st.tuples(st.just("pop"), st.sampled_from([1, 2, 5])),
-        st.just(("update",)),
+        st.just(("update", None)),
         st.tuples(st.just("update at"), st.lists(st.integers(0, 4), min_size=2, max_size=2)),
     ),
     max_size=20,
@@ -183,44 +212,45 @@ circular_operations = st.lists(
 @pytest.mark.parametrize("cursor", [0, CIRCULAR_MODULUS - 9])
 @given(operations=circular_operations)
 def test_circular_buffer_is_a_deque(cursor, operations):
-    held, ids = deque(maxlen=5), count(1)
+    held = deque(maxlen=5)
+    new_ids = count(1)
     state = start_at(CIRCULAR.init(encode(0)), cursor)
-    for name, *args in operations:
+    for name, argument in operations:
         if name == "add":
-            held.append(next(ids))
+            held.append(next(new_ids))
             state = CIRCULAR.add(state, encode(held[-1]))
         elif name == "add_batch":
-            ((length, mask),) = args
-            rows = [next(ids) for _ in range(length)]
-            held.extend(kept(rows, mask))
-            state = CIRCULAR.add_batch(state, encode(rows), as_mask(mask))
-        elif name == "pop" and args[0] <= len(held):
-            state, items = CIRCULAR.pop(state, args[0])
-            assert decode(items).tolist() == [held.popleft() for _ in range(args[0])]
+            length, mask = argument
+            ids = [next(new_ids) for _ in range(length)]
+            held.extend(kept(ids, mask))
+            state = CIRCULAR.add_batch(state, encode(ids), as_mask(mask))
+        elif name == "pop" and argument <= len(held):
+            state, items = CIRCULAR.pop(state, argument)
+            assert decode(items).tolist() == [held.popleft() for _ in range(argument)]
         elif name == "pop":
-            with pytest.raises(ValueError, match=f"{args[0]} items asked for, but {len(held)}"):
-                CIRCULAR.pop(state, args[0])
+            with pytest.raises(ValueError, match=f"{argument} items asked for, but {len(held)}"):
+                CIRCULAR.pop(state, argument)
         elif name == "update":
             held = deque([i + 1 for i in held], maxlen=5)
             state = CIRCULAR.update(state, shift)
         elif held:
-            at = [i % len(held) for i in args[0]]
-            for i in set(at):
-                held[i] += 1
-            state = CIRCULAR.update(state, shift, np.array(at))
+            positions = [i % len(held) for i in argument]
+            for position in set(positions):
+                held[position] += 1
+            state = CIRCULAR.update(state, shift, np.array(positions))
 
         assert CIRCULAR.size(state) == len(held)
         assert decode(CIRCULAR.get(state, np.arange(len(held)))).tolist() == list(held)
-        for n in range(7):
-            assert CIRCULAR.can_add(state, n) == (len(held) + n <= 5)
-            assert CIRCULAR.can_pop(state, n) == (len(held) >= n)
+        for number in range(7):
+            assert CIRCULAR.can_add(state, number) == (len(held) + number <= 5)
+            assert CIRCULAR.can_pop(state, number) == (len(held) >= number)
 
 
 replay_operations = st.lists(
     st.one_of(
-        st.just(("add",)),
+        st.just(("add", (1, None))),
         st.tuples(st.just("add_batch"), batches(3, 8)),
-        st.just(("update",)),
+        st.just(("update", None)),
         st.tuples(st.just("update at"), st.lists(st.integers(0, 99), min_size=2, max_size=2)),
     ),
     max_size=15,
@@ -240,43 +270,45 @@ replay_operations = st.lists(
 )
 @given(operations=replay_operations)
 def test_replay_holds_the_newest_rows(shape, before_wrap, operations):
-    """Also over the wrap of the cursor: `indices` are unbounded here, and bounded in the buffer."""
-    replay, envs = shape.replay(), shape.envs or 1
-    first = 0 if before_wrap is None else shape.modulus - before_wrap
-    indices, values, total, ids = [], {}, first, count(1)
-    state = start_at(replay.init(encode(0)), first)
-
-    def buffer_index(indices):
-        return np.array(indices, np.int64) % (shape.modulus * envs)
-
-    for name, *args in operations:
+    """Also over the wrap of the cursor: the places here are unbounded, unlike indices."""
+    replay = shape.replay()
+    envs = shape.num_envs
+    total = 0 if before_wrap is None else shape.modulus - before_wrap
+    state = start_at(replay.init(encode(0)), total)
+    new_ids = count(1)
+    id_at = {}  # of all that was ever added: row * N + environment -> id
+    held = []  # the places of the newest rows
+    for name, argument in operations:
         if name in ("add", "add_batch"):
-            length, mask = args[0] if args else (1, None)
-            rows = np.array([next(ids) for _ in range(length * envs)]).reshape(length, *shape.lead)
+            length, mask = argument
+            ids = np.array([next(new_ids) for _ in range(length * envs)])
+            rows = ids.reshape(length, *shape.lead)
             for row in kept(rows, mask):
-                values |= {total * envs + env: i for env, i in enumerate(np.atleast_1d(row))}
+                for env, new_id in enumerate(np.atleast_1d(row)):
+                    id_at[total * envs + env] = new_id
                 total += 1
-            indices = sorted(values)[-shape.max_size :]
+            held = sorted(id_at)[-shape.max_size :]
             if name == "add":
                 state = replay.add(state, encode(rows[0]))
             else:
                 state = replay.add_batch(state, encode(rows), as_mask(mask))
         elif name == "update":
-            values = {i: value + 1 for i, value in values.items()}
+            id_at = {place: old_id + 1 for place, old_id in id_at.items()}
             state = replay.update(state, shift)
-        elif indices:
-            at = [indices[i % len(indices)] for i in args[0]]
-            for i in set(at):
-                values[i] += 1
-            state = replay.update(state, shift, buffer_index(at))
+        elif held:
+            places = [held[i % len(held)] for i in argument]
+            for place in set(places):
+                id_at[place] += 1
+            state = replay.update(state, shift, shape.index_of(places))
 
-        assert replay.size(state) == len(indices)
-        assert replay.can_sample(state) == bool(indices)
-        held = replay.get(state, buffer_index(indices))
-        assert decode(held).tolist() == [values[i] for i in indices]
-        for gone in [total * envs, *sorted(values)[: -shape.max_size][-1:]]:
+        assert replay.size(state) == len(held)
+        assert replay.can_sample(state) == bool(held)
+        items = replay.get(state, shape.index_of(held))
+        assert decode(items).tolist() == [id_at[place] for place in held]
+        newest_gone = sorted(id_at)[: -shape.max_size][-1:]
+        for place in [total * envs, *newest_gone]:
             with pytest.raises(ValueError, match="not in the buffer"):
-                replay.get(state, buffer_index([gone]))
+                replay.get(state, shape.index_of([place]))
 
 
 SEQUENCES = [
@@ -304,14 +336,13 @@ SPECIAL_SEQUENCES = [
 @given(added=st.lists(batches(4) | st.sampled_from([(1, None), (11, None)]), max_size=6))
 def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):
     replay = shape.replay()
-    first = total = 0 if before_wrap is None else shape.modulus - before_wrap
+    first = 0 if before_wrap is None else shape.modulus - before_wrap
+    total = first
     state = start_at(replay.init(encode(0)), first)
     for length, mask in added:
-        keep = [True] * length if mask is None else mask
-        ids = np.full((length, *shape.lead), -1)
-        ids[np.array(keep)] = shape.ids(total, sum(keep))
-        total += sum(keep)
+        ids, number_kept = shape.masked_ids(total, length, mask)
         state = replay.add_batch(state, encode(ids), as_mask(mask))
+        total += number_kept
 
         valid = shape.valid(first, total)
         assert replay.can_sample(state) == bool(valid)
@@ -321,10 +352,10 @@ def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):
             continue
         sample = replay.sample(state, jax.random.key(total), 1024)
         windows = decode(sample.experience)
-        starts = windows[:, 0]
+        starts = shape.starts(windows)
         assert set(starts.tolist()) == set(valid)
         np.testing.assert_array_equal(windows, shape.window(starts))
-        np.testing.assert_array_equal(sample.indices, starts % (shape.modulus * (shape.envs or 1)))
+        np.testing.assert_array_equal(sample.indices, shape.index_of(starts))
         if shape.factory is buffers.uniform_replay:
             wanted = np.float32(1) / np.float32(len(valid))
             np.testing.assert_array_equal(sample.probabilities, wanted)
@@ -333,6 +364,10 @@ def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):
 
 
 # ------------------------------------------------------------------------------------ distribution
+
+
+def assert_equally_likely(counts):
+    assert len(counts) == 1 or stats.chisquare(counts).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("added", [[5], [12], [12, 5], [5, 30, 5]], ids=str)
@@ -349,26 +384,26 @@ def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):
     ids=describe,
 )
 def test_draws_are_uniform(shape, added):
-    replay, draws, total = shape.replay(), 50_000, 0
+    replay = shape.replay()
     state = replay.init(encode(0))
+    total = 0
     for length in added:
         state = replay.add_batch(state, encode(shape.ids(total, length)))
         total += length
-    sample = replay.sample(state, jax.random.key(sum(added)), draws)
-    windows = decode(sample.experience)
-    starts = windows if shape.length is None else windows[:, 0]
     valid = shape.valid(0, total)
 
+    sample = replay.sample(state, jax.random.key(total), 50_000)
+    windows = decode(sample.experience)
+    starts = shape.starts(windows)
     np.testing.assert_array_equal(windows, shape.window(starts))
     assert set(starts.tolist()) <= set(valid)
-    counts = [np.sum(starts == start) for start in valid]
-    assert len(valid) == 1 or stats.chisquare(counts).pvalue > 1e-3
+    assert_equally_likely([np.sum(starts == start) for start in valid])
     np.testing.assert_array_equal(sample.probabilities, np.float32(1) / np.float32(len(valid)))
 
     # Draws do not depend on each other: pairs of neighbours are uniform over pairs, too.
-    pairs = np.searchsorted(valid, starts).reshape(-1, 2) @ [len(valid), 1]
-    counts = np.bincount(pairs, minlength=len(valid) ** 2)
-    assert len(valid) == 1 or stats.chisquare(counts).pvalue > 1e-3
+    neighbours = np.searchsorted(valid, starts).reshape(-1, 2)
+    pairs = neighbours @ [len(valid), 1]
+    assert_equally_likely(np.bincount(pairs, minlength=len(valid) ** 2))
 
 
 def test_draws_are_uniform_over_a_million_items():
@@ -387,50 +422,77 @@ def test_draws_are_uniform_over_a_million_items():
 def test_draws_differ_between_keys_and_repeat_for_a_key():
     replay = buffers.uniform_replay(100)
     state = replay.add_batch(replay.init(0), jnp.arange(100))
-    draw = [replay.sample(state, jax.random.key(seed), 64).experience for seed in (0, 1, 0)]
-    np.testing.assert_array_equal(draw[0], draw[2])
-    assert np.mean(draw[0] == draw[1]) < 0.2
+    first = replay.sample(state, jax.random.key(0), 64).experience
+    other_key = replay.sample(state, jax.random.key(1), 64).experience
+    same_key = replay.sample(state, jax.random.key(0), 64).experience
+    np.testing.assert_array_equal(first, same_key)
+    assert np.mean(first == other_key) < 0.2
 
 
 # ---------------------------------------------------------------------------- get, update, samples
 
 
-@pytest.mark.parametrize(
-    "shape",
-    general_first(
-        Windows(8, envs=3, length=3, period=2),
-        Windows(8),
-        Windows(8, envs=3),
-        Windows(8, length=3),
-    ),
-    ids=describe,
+SAMPLED = general_first(
+    Windows(8, envs=3, length=3, period=2),
+    Windows(8),
+    Windows(8, envs=3),
+    Windows(8, length=3),
 )
-@pytest.mark.parametrize("added", [5, 21])
-def test_get_and_update_are_of_the_items_that_were_sampled(shape, added):
-    replay, envs = shape.replay(), shape.envs or 1
+
+
+def fill_and_draw(shape, added):
+    """A state after so many rows, 32 draws, and the ids, which are the indices, of all items."""
+    replay = shape.replay()
     state = replay.add_batch(replay.init(encode(0)), encode(shape.ids(0, added)))
-    sample = replay.sample(state, jax.random.key(0), 32)  # more draws than items: duplicates
-    assert len(set(sample.indices.tolist())) < 32
-    assert sample.indices.dtype == jnp.int32
-    assert_trees_equal(replay.get(state, sample.indices), sample.experience)
-
-    # Ids are row * N + environment, so here the index of an item is its id.
+    sample = replay.sample(state, jax.random.key(0), 32)
     held = shape.ids(max(0, added - 8), min(added, 8)).ravel()
-    chosen = np.isin(held, sample.indices)
+    return state, sample, held
+
+
+def ids_at(shape, state, indices):
+    """The ids of single items, whether or not windows start at them."""
     items = Windows(8, shape.envs).replay()
-    state = replay.update(state, shift, sample.indices)
-    np.testing.assert_array_equal(decode(items.get(state, held)), held + chosen)
+    return decode(items.get(state, indices))
 
-    # `args` come with a row for each index, and move with it.
-    at = np.array(sorted(set(sample.indices.tolist()))[::-1][:3], np.int32)
-    state = replay.update(state, shift_by, at, 1_000 * np.arange(1, len(at) + 1, dtype=np.int32))
-    by = {i: 1_000 * k for k, i in enumerate(at.tolist(), start=1)}
-    expected = held + chosen + [by.get(i, 0) for i in held.tolist()]
-    np.testing.assert_array_equal(decode(items.get(state, held)), expected)
 
-    state = replay.update(state, shift)
-    np.testing.assert_array_equal(decode(items.get(state, held)), expected + 1)
-    assert replay.size(state) == len(held) == min(added, 8) * envs
+@pytest.mark.parametrize("shape", SAMPLED, ids=describe)
+@pytest.mark.parametrize("added", [5, 21])
+def test_get_gives_the_items_that_were_sampled(shape, added):
+    state, sample, _ = fill_and_draw(shape, added)
+    assert sample.indices.dtype == jnp.int32
+    assert_trees_equal(shape.replay().get(state, sample.indices), sample.experience)
+
+
+@pytest.mark.parametrize("shape", SAMPLED, ids=describe)
+@pytest.mark.parametrize("added", [5, 21])
+def test_update_changes_an_item_once_however_often_it_was_sampled(shape, added):
+    state, sample, held = fill_and_draw(shape, added)
+    assert len(set(sample.indices.tolist())) < 32
+    state = shape.replay().update(state, shift, sample.indices)
+    is_sampled = np.isin(held, sample.indices)
+    np.testing.assert_array_equal(ids_at(shape, state, held), held + is_sampled)
+
+
+@pytest.mark.parametrize("shape", SAMPLED, ids=describe)
+@pytest.mark.parametrize("added", [5, 21])
+def test_arguments_of_an_update_move_with_their_indices(shape, added):
+    state, sample, held = fill_and_draw(shape, added)
+    indices = np.unique(sample.indices)[::-1][:3]
+    amounts = 1_000 * np.arange(1, len(indices) + 1, dtype=np.int32)
+    state = shape.replay().update(state, shift_by, indices, amounts)
+    expected = held.copy()
+    for index, amount in zip(indices, amounts, strict=True):
+        expected[held == index] += amount
+    np.testing.assert_array_equal(ids_at(shape, state, held), expected)
+
+
+@pytest.mark.parametrize("shape", SAMPLED, ids=describe)
+@pytest.mark.parametrize("added", [5, 21])
+def test_update_without_indices_changes_every_item(shape, added):
+    state, _, held = fill_and_draw(shape, added)
+    state = shape.replay().update(state, shift)
+    np.testing.assert_array_equal(ids_at(shape, state, held), held + 1)
+    assert shape.replay().size(state) == len(held) == min(added, 8) * shape.num_envs
 
 
 def test_update_of_a_window_is_of_the_item_it_starts_at():
@@ -450,53 +512,70 @@ def test_add_and_sample_is_add_batch_then_sample(shape):
     state = replay.add_batch(replay.init(encode(0)), encode(shape.ids(0, 3)))
     for length in (3, 19):  # each is compiled
         items = encode(shape.ids(100, length))
-        actual = replay.add_and_sample(state, items, jax.random.key(length), 16)
+        key = jax.random.key(length)
         added = replay.add_batch(state, items)
-        expected = added, replay.sample(added, jax.random.key(length), 16)
-        assert_trees_equal(actual, expected)
+        sample = replay.sample(added, key, 16)
+        assert_trees_equal(replay.add_and_sample(state, items, key, 16), (added, sample))
 
 
 # ----------------------------------------------------------------------------------------- counters
 
 
-@pytest.mark.parametrize(
-    "shape",
-    general_first(
-        Windows(10, envs=3, length=4, period=5),
-        Windows(6),
-        Windows(6, envs=3),
-        Windows(6, length=3, period=2),
-    ),
-    ids=describe,
+WRAPPED = general_first(
+    Windows(10, envs=3, length=4, period=5),
+    Windows(6),
+    Windows(6, envs=3),
+    Windows(6, length=3, period=2),
 )
+LENGTHS = [4, 4, 1, 4, 1, 4, 1, 1, 9, 4, 4]  # of batches, each of which is compiled
+
+
+@pytest.mark.parametrize("shape", WRAPPED, ids=describe)
 def test_wrap_of_the_cursor_changes_nothing(shape):
     """The same run just before the cursor wraps and far from it: one draws what the other draws."""
-    replay, envs, margin = shape.replay(), shape.envs or 1, 2 * shape.rows
-    wrap = shape.modulus * envs
-    near, far = (
-        start_at(replay.init(encode(0)), cursor)
-        for cursor in (shape.modulus - margin, 10 * shape.rows)
-    )
-    moved = (shape.modulus - margin - 10 * shape.rows) * envs
-    stale, total = [], 0
-    for step, length in enumerate([4, 4, 1, 4, 1, 4, 1, 1, 9, 4, 4]):  # each is compiled
-        items, key = encode(shape.ids(total, length)), jax.random.key(step)
+    replay = shape.replay()
+    near_cursor = shape.modulus - 2 * shape.rows
+    far_cursor = 10 * shape.rows
+    indices_between = (near_cursor - far_cursor) * shape.num_envs
+    near = start_at(replay.init(encode(0)), near_cursor)
+    far = start_at(replay.init(encode(0)), far_cursor)
+    total = 0
+    for step, length in enumerate(LENGTHS):
+        items = encode(shape.ids(total, length))
+        near = replay.add_batch(near, items)
+        far = replay.add_batch(far, items)
         total += length
-        near, far = replay.add_batch(near, items), replay.add_batch(far, items)
-        a, b = replay.sample(near, key, 16), replay.sample(far, key, 16)
-        assert_trees_equal(a.experience, b.experience)
         assert_trees_equal(near.storage, far.storage)
-        np.testing.assert_array_equal(a.indices, (np.asarray(b.indices) + moved) % wrap)
-        assert_trees_equal(replay.get(near, a.indices), a.experience)
-        near, far = replay.update(near, shift, a.indices), replay.update(far, shift, b.indices)
+
+        near_sample = replay.sample(near, jax.random.key(step), 16)
+        far_sample = replay.sample(far, jax.random.key(step), 16)
+        assert_trees_equal(near_sample.experience, far_sample.experience)
+        expected_indices = shape.index_of(np.asarray(far_sample.indices) + indices_between)
+        np.testing.assert_array_equal(near_sample.indices, expected_indices)
+        assert_trees_equal(replay.get(near, near_sample.indices), near_sample.experience)
+
+        near = replay.update(near, shift, near_sample.indices)
+        far = replay.update(far, shift, far_sample.indices)
         assert_trees_equal(near.storage, far.storage)
         assert 0 <= near.cursor < shape.modulus
-        stale.append((total, a.indices, a.experience))
-        for drawn_at, indices, _ in stale:
+    assert total > 3 * shape.rows  # rows from before the wrap were overwritten after it
+
+
+@pytest.mark.parametrize("shape", WRAPPED, ids=describe)
+def test_old_indices_stay_errors_over_the_wrap_of_the_cursor(shape):
+    replay = shape.replay()
+    state = start_at(replay.init(encode(0)), shape.modulus - 2 * shape.rows)
+    samples = []
+    total = 0
+    for step, length in enumerate(LENGTHS):
+        state = replay.add_batch(state, encode(shape.ids(total, length)))
+        total += length
+        samples.append((total, replay.sample(state, jax.random.key(step), 16).indices))
+        for drawn_at, indices in samples:
             if total - drawn_at >= shape.rows:
                 with pytest.raises(ValueError, match="not in the buffer"):
-                    replay.get(near, indices)
-    assert total > margin + shape.rows  # rows from before the wrap were overwritten after it
+                    replay.get(state, indices)
+    assert total > 3 * shape.rows  # rows from before the wrap were overwritten after it
 
 
 @given(
@@ -521,7 +600,8 @@ def test_queue_of_rollouts_loses_nothing():
     """Rollouts written once and read once, in order, by turns that `can_add`, `can_pop` decide."""
     queue = buffers.circular_buffer(16)
     state = queue.init(encode(0))
-    written, read = 0, []
+    written = 0
+    read = []
     rng = np.random.default_rng(0)
     turns = {"write": 0, "full": 0, "read": 0, "wait": 0}
     while len(read) < 400:
@@ -571,7 +651,8 @@ def test_every_function_of_a_buffer_has_help(buffer):
     functions = {name: part for name, part in buffer._asdict().items() if callable(part)}
     assert set(buffer._fields) - set(functions) <= {"core", "max_size"}
     for name, function in functions.items():
-        signature, text = pydoc.plain(pydoc.render_doc(function)).split("\n")[2:4]
+        page = pydoc.plain(pydoc.render_doc(function))
+        title, empty, signature, text = page.split("\n")[:4]
         assert signature.startswith(f"{name}("), signature
         assert len(text) > 30, name
 
@@ -591,9 +672,9 @@ def test_random_numbers_below_a_bound_are_exact(bound):
     """floor(bound * r / 2**64) to the last bit, against Python's integers."""
     bits = jax.random.bits(jax.random.PRNGKey(bound), (2, 2000), jnp.uint32)
     got = buffers._random_below(jnp.int32(bound), bits)
-    numbers = zip(*np.asarray(bits).tolist(), strict=True)
-    wanted = [((high << 32) + low) * bound >> 64 for high, low in numbers]
-    assert got.tolist() == wanted
+    high, low = np.asarray(bits).astype(object)
+    r = (high << 32) + low
+    assert got.tolist() == (bound * r >> 64).tolist()
 
 
 # ---------------------------------------------------------------------------------------- rollouts
@@ -604,15 +685,25 @@ def test_random_numbers_below_a_bound_are_exact(bound):
     [(1, 3, 1), slow(2, 9, 2), slow(64, 5, 4), (65, 4, 5), slow(300, 1, 1), (70_000, 3, 7)],
 )
 def test_minibatches_of_an_epoch_hold_every_row_once(rows, epochs, num_minibatches):
-    got = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)
-    assert got.shape == (epochs, num_minibatches, rows // num_minibatches)
-    assert got.dtype == jnp.int32
-    orders = np.asarray(got).reshape(epochs, rows)
-    np.testing.assert_array_equal(np.sort(orders), np.tile(np.arange(rows), (epochs, 1)))
-    if rows > 2:  # each epoch has an order of its own, and none is that of the rollout
-        assert len({tuple(order) for order in [range(rows), *orders.tolist()]}) == epochs + 1
-        other = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, num_minibatches)
-        assert np.mean(got == other) < 0.2
+    minibatches = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)
+    assert minibatches.shape == (epochs, num_minibatches, rows // num_minibatches)
+    assert minibatches.dtype == jnp.int32
+    for order in np.asarray(minibatches).reshape(epochs, rows):
+        np.testing.assert_array_equal(np.sort(order), np.arange(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "num_minibatches"),
+    [slow(64, 5, 4), (65, 4, 5), slow(300, 1, 1), (70_000, 3, 7)],
+)
+def test_every_epoch_and_every_key_has_an_order_of_its_own(rows, epochs, num_minibatches):
+    minibatches = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)
+    orders = np.asarray(minibatches).reshape(epochs, rows).tolist()
+    rollout = range(rows)  # the order in which rows come, that of no epoch
+    assert len({tuple(order) for order in [rollout, *orders]}) == epochs + 1
+
+    other = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, num_minibatches)
+    assert np.mean(minibatches == other) < 0.2
 
 
 def test_rows_that_minibatches_do_not_divide_are_an_error():
@@ -621,8 +712,9 @@ def test_rows_that_minibatches_do_not_divide_are_an_error():
 
 
 def test_orders_are_equally_likely():
-    got = buffers.shuffled_minibatches(jax.random.key(0), 4, 30_000, 2).reshape(30_000, 4)
-    order = np.unique(got @ jnp.array([64, 16, 4, 1]), return_inverse=True)[1]
+    minibatches = buffers.shuffled_minibatches(jax.random.key(0), 4, 30_000, 2)
+    in_base_4 = minibatches.reshape(30_000, 4) @ jnp.array([64, 16, 4, 1])
+    order = np.unique(in_base_4, return_inverse=True)[1]
     assert stats.chisquare(np.bincount(order, minlength=24)).pvalue > 1e-3
     # Nor does an epoch depend on the one before.
     pairs = order.reshape(-1, 2) @ [24, 1]
@@ -632,9 +724,11 @@ def test_orders_are_equally_likely():
 @pytest.mark.parametrize(("rows", "epochs", "groups"), [(60, 5_000, 60), (2**17, 10, 64)])
 def test_rows_land_everywhere_alike(rows, epochs, groups):
     """Counts of (group of rows, minibatch); with 2**17 rows many have the same random bits."""
-    got = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, groups)
-    cell = np.asarray(got) // (rows // groups) * groups + np.arange(groups)[:, None]
-    counts = np.bincount(cell.ravel(), minlength=groups**2)
+    minibatches = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, groups)
+    group = np.asarray(minibatches) // (rows // groups)
+    minibatch = np.arange(groups)[:, None]
+    cells = group * groups + minibatch
+    counts = np.bincount(cells.ravel(), minlength=groups**2)
     expected = epochs * rows / groups**2
     # The counts of an epoch are hypergeometric: every row and every place is taken once.
     statistic = ((counts - expected) ** 2).sum() / expected * (rows - 1) / rows
@@ -642,10 +736,12 @@ def test_rows_land_everywhere_alike(rows, epochs, groups):
 
 
 def test_minibatches_are_the_same_under_jit_and_vmap():
-    keys, sizes = jax.random.split(jax.random.key(0), 3), (24, 3, 4)
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = (24, 3, 4)
     eager = [buffers.shuffled_minibatches(key, *sizes) for key in keys]
+    assert len({tuple(minibatches.ravel().tolist()) for minibatches in eager}) == 3
+
     jitted = jax.jit(buffers.shuffled_minibatches, static_argnums=(1, 2, 3))
     assert_trees_equal([jitted(key, *sizes) for key in keys], eager)
     together = jax.vmap(lambda key: buffers.shuffled_minibatches(key, *sizes))(keys)
     assert_trees_equal(together, jnp.stack(eager))
-    assert len({tuple(x.ravel().tolist()) for x in eager}) == 3

@@ -41,7 +41,9 @@ ENVS = {kind: (3,) if kind.endswith(("sequences", "streams")) else () for kind i
 # clustered streams, which are prioritised.
 SPECIAL = ("items", "prioritised", "prioritised sequences", "clustered")
 KINDS = [slow(kind) if kind in SPECIAL else kind for kind in BUFFERS]
-REPLICAS, STEPS, DEVICES = 4, 3, 2
+REPLICAS = 4
+STEPS = 3
+DEVICES = 2
 
 
 def circular_step(buffer, state, x):
@@ -121,7 +123,8 @@ def one_by_one(step, states, xs):
     """`step(state, x)` for each replica and each x."""
     ends = []
     for r in range(REPLICAS):
-        state, outs = at(states, r), []
+        state = at(states, r)
+        outs = []
         for t in range(STEPS):
             state, out = step(state, at(xs, r, t))
             outs.append(out)
@@ -136,16 +139,18 @@ def scan(step, states, xs):
 
 def shard_map(step, states, xs):
     """Under `vmap`, half of the replicas on each of two devices."""
-    mesh, spec = jax.make_mesh((DEVICES,), ("replica",)), PartitionSpec("replica")
+    mesh = jax.make_mesh((DEVICES,), ("replica",))
+    by_replica = PartitionSpec("replica")
 
     def local(states, xs):
         assert states.size.shape[0] == REPLICAS // DEVICES
         return jax.vmap(step)(states, xs)
 
-    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
-    ends = loop(mapped, *jax.device_put((states, xs), jax.NamedSharding(mesh, spec)))
-    assert len(ends[0].size.sharding.device_set) == DEVICES
-    return ends
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=by_replica, out_specs=by_replica))
+    states, xs = jax.device_put((states, xs), jax.NamedSharding(mesh, by_replica))
+    states, outs = loop(mapped, states, xs)
+    assert len(states.size.sharding.device_set) == DEVICES
+    return states, outs
 
 
 # One replica is a program under jit and scan, several in one, or one on each device: what these
@@ -184,10 +189,9 @@ def test_every_function_gives_the_same_under_every_transformation(kind, transfor
     states, outs = eager(kind)
     got = outs["got"]["id"].reshape(REPLICAS * STEPS, -1)
     assert len(np.unique(got, axis=0)) == len(got)  # so that a mixed-up replica or step would show
-    assert_trees_equal(
-        jax.device_get(TRANSFORMATIONS[transformation](step_of(kind), *inputs(kind))),
-        (states, outs),
-    )
+
+    transformed = TRANSFORMATIONS[transformation](step_of(kind), *inputs(kind))
+    assert_trees_equal(jax.device_get(transformed), (states, outs))
 
 
 # ----------------------------------------------------------------------------- one trace a shape
@@ -206,46 +210,62 @@ def compilations(caplog):
         yield since
 
 
+def reading(read):
+    """The call of a function that changes no state: it returns the very state that it is given."""
+
+    def call(state, i):
+        read(state, i)
+        return state
+
+    return call
+
+
 def calls(kind, buffer):
     """(name, call(state, i) -> state) for each function of a buffer, all inputs made beforehand."""
     lead = ENVS[kind]
     one = [encode(np.full(lead, i)) for i in range(50)]
     many = [encode(np.full((5, *lead), i)) for i in range(50)]
     masks = [np.arange(5) % 3 != i % 3 for i in range(50)]
-    keys = list(jax.random.split(jax.random.key(0), 50))
     held = [np.array([i % 3, 1]) for i in range(50)]
-
+    keys = list(jax.random.split(jax.random.key(0), 50))
     yield "add", lambda state, i: buffer.add(state, one[i])
     yield "add_batch", lambda state, i: buffer.add_batch(state, many[i])
     yield "add_batch with mask", lambda state, i: buffer.add_batch(state, many[i], masks[i])
     yield "update", lambda state, i: buffer.update(state, shift)
-    yield "size", lambda state, i: (buffer.size(state), state)[1]
+    yield "size", reading(lambda state, i: buffer.size(state))
     if kind == "circular":
-        yield "get", lambda state, i: (buffer.get(state, held[i]), state)[1]
-        yield "update at", lambda state, i: buffer.update(state, shift, held[i])
-        yield "can_add", lambda state, i: (buffer.can_add(state, i), state)[1]
-        yield "can_pop", lambda state, i: (buffer.can_pop(state, i), state)[1]
-        yield "add and pop", lambda state, i: buffer.pop(buffer.add(state, one[i]), 1)[0]
+        yield from circular_calls(buffer, one, held)
     else:
+        yield from replay_calls(buffer, many, keys)
 
-        def sampled(state, i):
-            sample = buffer.sample(state, keys[i], 7)
-            buffer.get(state, sample.indices)
-            return buffer.update(state, shift, sample.indices)
 
-        yield "sample, update, get", sampled
-        yield (
-            "add_and_sample",
-            lambda state, i: buffer.add_and_sample(state, many[i], keys[i], 7)[0],
-        )
-        yield "can_sample", lambda state, i: (buffer.can_sample(state), state)[1]
-    if getattr(buffer, "set_priorities", None):
+def circular_calls(buffer, one, held):
+    yield "get", reading(lambda state, i: buffer.get(state, held[i]))
+    yield "update at", lambda state, i: buffer.update(state, shift, held[i])
+    yield "can_add", reading(lambda state, i: buffer.can_add(state, i))
+    yield "can_pop", reading(lambda state, i: buffer.can_pop(state, i))
+    yield "add and pop", lambda state, i: buffer.pop(buffer.add(state, one[i]), 1)[0]
 
-        def prioritised(state, i):
-            indices = buffer.sample(state, keys[i], 7).indices
-            return buffer.set_priorities(state, indices, np.full(7, 1 + i % 3, np.float32))
 
-        yield "set_priorities", prioritised
+def replay_calls(buffer, many, keys):
+    def sample_update_get(state, i):
+        sample = buffer.sample(state, keys[i], 7)
+        buffer.get(state, sample.indices)
+        return buffer.update(state, shift, sample.indices)
+
+    def add_and_sample(state, i):
+        state, _ = buffer.add_and_sample(state, many[i], keys[i], 7)
+        return state
+
+    def set_priorities(state, i):
+        indices = buffer.sample(state, keys[i], 7).indices
+        return buffer.set_priorities(state, indices, np.full(7, 1 + i % 3, np.float32))
+
+    yield "sample, update, get", sample_update_get
+    yield "add_and_sample", add_and_sample
+    yield "can_sample", reading(lambda state, i: buffer.can_sample(state))
+    if buffer.set_priorities:
+        yield "set_priorities", set_priorities
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -370,13 +390,22 @@ def test_writes_do_not_touch_the_whole_storage(kind, name, looped):
     assert_in_place(compiled)
 
 
+def operations_that_write(shape, compiled):
+    """The names of the XLA operations by which fusions write a float32 array of this shape."""
+    text = compiled.as_text()
+    computation = r"^%(\S+) \([^\n]*\{\n.*?ROOT \S+ = \S+ ([\w-]+)\("  # its name and last operation
+    last_operation = dict(re.findall(computation, text, re.S | re.M))
+    sizes = ",".join(map(str, shape))
+    fusions = re.findall(rf"= f32\[{sizes}\]\S* fusion\(.*?calls=%([\w.-]+)", text)
+    return {last_operation[name] for name in fusions}
+
+
 @pytest.mark.parametrize(
     "agents", [slow(0), 1, 3], ids=["one", "a stack of one", "a stack of three"]
 )
 def test_the_loop_of_a_script_does_not_touch_the_whole_tree(agents):
     """A row is added, then there are draws whose priorities are set, of several agents at once."""
     replay = buffers.prioritised_replay(CAPACITY, num_envs=10, sequence_length=2)
-    rows, key = shapes(ITEM, 1, 10), jax.eval_shape(lambda: jax.random.key(0))
 
     def draw(_, carry):
         state, key, total = carry
@@ -385,26 +414,23 @@ def test_the_loop_of_a_script_does_not_touch_the_whole_tree(agents):
         state = replay.set_priorities(state, sample.indices, jax.random.uniform(now, (128,)))
         return state, key, total + sample.probabilities.sum() + sample.experience["obs"].sum()
 
-    def step(state, xs):
-        state, _, total = jax.lax.fori_loop(
-            0, 2, draw, (replay.add_batch(state, xs[0]), xs[1], jnp.float32(0))
-        )
+    def step(state, row_and_key):
+        row, key = row_and_key
+        state = replay.add_batch(state, row)
+        state, _, total = jax.lax.fori_loop(0, 2, draw, (state, key, jnp.float32(0)))
         return state, total
 
     state = jax.eval_shape(replay.init, ITEM)
     if agents:
         step = jax.vmap(step, in_axes=(0, None))
         state = shapes(state, agents)
+    rows = shapes(ITEM, 100, 1, 10)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 100))
     run = jax.jit(partial(jax.lax.scan, step), donate_argnums=0)
-    compiled = run.lower(state, (shapes(rows, 100), shapes(key, 100))).compile()
+    compiled = run.lower(state, (rows, keys)).compile()
     assert_in_place(compiled)
     # XLA has other ways to write a part of the tree. With `vmap` they computed the whole of it.
-    text = compiled.as_text()
-    roots = dict(re.findall(r"^%(\S+) \([^\n]*\{\n.*?ROOT \S+ = \S+ ([\w-]+)\(", text, re.S | re.M))
-    tree = ",".join(map(str, state.tree.shape))
-    writes = re.findall(rf"= f32\[{tree}\]\S* fusion\(.*?calls=%([\w.-]+)", text)
-    assert writes
-    assert {roots[name] for name in writes} == {"scatter"}
+    assert operations_that_write(state.tree.shape, compiled) == {"scatter"}
 
 
 @pytest.mark.parametrize("name", ["add", "add_batch", "add_batch with mask"])
@@ -453,32 +479,34 @@ def test_a_donated_state_is_gone(kind):
                 buffer.add(state, encode(np.zeros(ENVS[kind])))
 
 
-def test_without_donation_the_old_state_stays():
-    queue = buffers.circular_buffer(4, donate=False)
-    replay = buffers.uniform_replay(4, donate=False)
-    key, batch = jax.random.key(0), encode([4, 5, 6])
-    for buffer, functions in [
-        (queue, [lambda s: queue.pop(s, 1)[0], lambda s: queue.update(s, shift, np.array([0]))]),
-        (
-            replay,
-            [
-                lambda s: replay.add_and_sample(s, batch, key, 2)[0],
-                lambda s: replay.update(s, shift, np.array([0])),
-            ],
-        ),
-    ]:
-        state = buffer.add_batch(buffer.init(encode(0)), encode([1, 2, 3]))
-        before = jax.tree.map(np.array, state)
-        for function in [
-            lambda s, b=buffer: b.add(s, encode(9)),
-            lambda s, b=buffer: b.add_batch(s, batch),
-            lambda s, b=buffer: b.add_batch(s, batch, np.array([True, False, True])),
-            lambda s, b=buffer: b.update(s, shift),
-            *functions,
-        ]:
-            new = jax.tree.map(np.array, function(state))
-            assert_trees_equal(jax.tree.map(np.array, state), before)
-            assert any(map(np.any, jax.tree.leaves(jax.tree.map(np.not_equal, new, before))))
+def assert_old_state_stays(buffer, functions):
+    """After each of these functions the state that was given is what it was; the new one is not."""
+    state = buffer.add_batch(buffer.init(encode(0)), encode([1, 2, 3]))
+    before = jax.tree.map(np.array, state)
+    for function in functions:
+        new = jax.tree.map(np.array, function(state))
+        assert_trees_equal(jax.tree.map(np.array, state), before)
+        differs = jax.tree.map(np.not_equal, new, before)
+        assert any(leaf.any() for leaf in jax.tree.leaves(differs))
+
+
+@pytest.mark.parametrize("factory", [buffers.circular_buffer, buffers.uniform_replay])
+def test_without_donation_the_old_state_stays(factory):
+    buffer = factory(4, donate=False)
+    batch = encode([4, 5, 6])
+    functions = [
+        lambda state: buffer.add(state, encode(9)),
+        lambda state: buffer.add_batch(state, batch),
+        lambda state: buffer.add_batch(state, batch, np.array([True, False, True])),
+        lambda state: buffer.update(state, shift),
+        lambda state: buffer.update(state, shift, np.array([0])),
+    ]
+    if factory is buffers.circular_buffer:
+        functions.append(lambda state: buffer.pop(state, 1)[0])
+    else:
+        key = jax.random.key(0)
+        functions.append(lambda state: buffer.add_and_sample(state, batch, key, 2)[0])
+    assert_old_state_stays(buffer, functions)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -486,11 +514,12 @@ def test_without_donation_the_old_state_stays():
 def test_rows_are_written_without_a_copy_of_them(kind, masked):
     buffer = LARGE[kind](CAPACITY)
     state = jax.eval_shape(buffer.init, {"image": np.zeros((32, 32, 3), np.float32)})
-    lead = (16, *state.storage["image"].shape[1:2]) if kind == "streams" else (16,)
-    rows = {"image": jax.ShapeDtypeStruct((*lead, 32, 32, 3), np.float32)}
+    row_shape = (4,) if kind == "streams" else ()
+    rows = {"image": jax.ShapeDtypeStruct((16, *row_shape, 32, 32, 3), np.float32)}
     mask = [jax.ShapeDtypeStruct((16,), bool)] if masked else []
-    needed = buffer.add_batch.lower(state, rows, *mask).compile().memory_analysis()
-    assert needed.temp_size_in_bytes < 16 * 32 * 32 * 3 * 4 / 2
+    memory = buffer.add_batch.lower(state, rows, *mask).compile().memory_analysis()
+    bytes_of_images = 16 * 32 * 32 * 3 * 4
+    assert memory.temp_size_in_bytes < bytes_of_images / 2
 
 
 # ------------------------------------------------------------------------------ gathers, one thread
@@ -510,20 +539,25 @@ def test_a_gather_from_a_large_array_is_a_gather(item, dtype):
     """For each shape of indices, in one program."""
     rows = 2**20
     rng = np.random.default_rng(0)
-    x = rng.integers(0, 2 if dtype == np.bool_ else 200, (rows, *item)).astype(dtype)
+    largest = 2 if dtype == np.bool_ else 200
+    x = rng.integers(0, largest, (rows, *item)).astype(dtype)
 
-    def indices(shape):
-        i = rng.integers(0, rows, shape).astype(np.int32)
-        return np.where(rng.random(shape) < 0.3, rng.choice([0, rows - 1], shape), i)
+    def random_indices(shape):
+        """A third are of the first or of the last row."""
+        i = rng.integers(0, rows, shape)
+        is_end = rng.random(shape) < 0.3
+        return np.where(is_end, rng.choice([0, rows - 1], shape), i).astype(np.int32)
 
-    several = [indices(shape) for shape in [(), (0,), (1,), (2,), (7,), (1, 5), (5, 3)]]
-    several = [i.astype(np.int32) for i in several]
+    several = [random_indices(shape) for shape in [(), (0,), (1,), (2,), (7,), (1, 5), (5, 3)]]
     take = jax.jit(lambda x, several: [buffers._take(x, i) for i in several])
     assert_trees_equal(take(jnp.asarray(x), several), [x[i] for i in several])
-    both = jnp.stack([x, x[::-1]])
-    got = jax.vmap(take)(both, [np.stack([i, i]) for i in several])
-    assert_trees_equal(got, [np.stack([x[i], x[::-1][i]]) for i in several])
-    assert_trees_equal(buffers._take(jnp.asarray(x), jnp.asarray(several[-1])), x[several[-1]])
+
+    eager = buffers._take(jnp.asarray(x), jnp.asarray(several[-1]))
+    assert_trees_equal(eager, x[several[-1]])
+
+    reversed_x = x[::-1]
+    got = jax.vmap(take)(jnp.stack([x, reversed_x]), [np.stack([i, i]) for i in several])
+    assert_trees_equal(got, [np.stack([x[i], reversed_x[i]]) for i in several])
 
 
 def threads(function, *args):
@@ -539,7 +573,8 @@ def test_a_draw_from_large_storage_takes_one_thread(kind):
     if not threads(lambda x, i: x[i], jnp.zeros(CAPACITY), jnp.zeros(8, int)):
         pytest.skip("a machine of one core, or another XLA: it uses one thread anyway")
     buffer = LARGE[kind](CAPACITY)
-    state, key = jax.eval_shape(buffer.init, ITEM), jax.random.key(0)
-    assert threads(lambda state, key: buffer.sample(state, key, 32), state, key) == []
+    state = jax.eval_shape(buffer.init, ITEM)
+    key = jax.random.key(0)
     indices = jax.ShapeDtypeStruct((32,), np.int32)
+    assert threads(lambda state, key: buffer.sample(state, key, 32), state, key) == []
     assert threads(buffer.get, state, indices) == []

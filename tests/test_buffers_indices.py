@@ -22,7 +22,8 @@ def filled(shape, rows):
     replay = shape.replay()
     state = replay.init(encode(0))
     for row in range(rows):
-        state = replay.add(state, jax.tree.map(lambda x: x[0], encode(shape.ids(row, 1))))
+        ids = shape.ids(row, 1)[0]
+        state = replay.add(state, encode(ids))
     return state
 
 
@@ -30,10 +31,11 @@ def filled(shape, rows):
 @pytest.mark.parametrize("shape", SHAPES, ids=describe)
 def test_items_held_come_first_and_oldest_first(shape, rows):
     indices, is_held = shape.replay().indices(filled(shape, rows))
-    held = shape.ids(max(rows - 6, 0), min(rows, 6)).ravel()
-    empty = shape.max_size - len(held)
-    assert indices.tolist() == [*held, *[-1] * empty]
-    assert is_held.tolist() == [True] * len(held) + [False] * empty
+    oldest_row = max(rows - 6, 0)
+    held = shape.ids(oldest_row, rows - oldest_row).ravel().tolist()
+    empty_places = shape.max_size - len(held)
+    assert indices.tolist() == held + [-1] * empty_places
+    assert is_held.tolist() == [True] * len(held) + [False] * empty_places
     assert indices.dtype == jnp.int32
 
 
@@ -60,14 +62,17 @@ def test_indices_are_right_where_the_count_of_rows_begins_anew():
 def test_the_windows_that_begin_at_them_are_those_drawn(rows):
     """All but the last (W - 1) * num_envs, and where index // num_envs is a multiple of period."""
     shape = Windows(6, envs=2, length=3, period=2)
-    replay, state = shape.replay(), filled(shape, rows)
+    replay = shape.replay()
+    state = filled(shape, rows)
     indices, is_held = replay.indices(state)
-    begin = indices[is_held][: -(3 - 1) * 2]
-    begin = begin[begin // 2 % 2 == 0]
-    assert begin.tolist() == shape.valid(0, rows)
-    assert np.unique(replay.sample(state, KEY, 256).indices).tolist() == begin.tolist()
-    windows = decode(replay.get(state, begin))
-    np.testing.assert_array_equal(windows, shape.window(np.asarray(begin)))
+    with_steps_after_them = indices[is_held][: -(3 - 1) * 2]
+    starts = with_steps_after_them[with_steps_after_them // 2 % 2 == 0]
+    assert starts.tolist() == shape.valid(0, rows)
+
+    sample = replay.sample(state, KEY, 256)
+    assert np.unique(sample.indices).tolist() == starts.tolist()
+    windows = decode(replay.get(state, starts))
+    np.testing.assert_array_equal(windows, shape.window(np.asarray(starts)))
 
 
 def test_indices_are_right_inside_jit_and_vmap():
@@ -88,8 +93,10 @@ def test_every_priority_is_set_by_name():
 
     @jax.jit
     def set_all(state):
+        """The priority of an item is its id, which is each number of its observation as well."""
         indices, _ = replay.indices(state)
-        return replay.set_priorities(state, indices, replay.get(state, indices)["obs"][:, 0])
+        items = replay.get(state, indices)
+        return replay.set_priorities(state, indices, items["obs"][:, 0])
 
     sample = replay.sample(set_all(state), KEY, 512)
     ids = decode(sample.experience)
@@ -134,7 +141,10 @@ def test_indices_of_clusters_come_one_after_the_other(factory):
     replay = buffers.clustered_replay(3, factory(4), lambda item: item["id"] % 3)
     state = replay.add_batch(replay.init(encode(0)), encode([0, 3, 6, 9, 12, 1, 4]))
     indices, is_held = replay.indices(state)
-    assert is_held.tolist() == [True] * 4 + [True, True, False, False] + [False] * 4
+    first_cluster = [True, True, True, True]  # without id 0, which a full cluster has lost
+    second_cluster = [True, True, False, False]
+    third_cluster = [False, False, False, False]
+    assert is_held.tolist() == first_cluster + second_cluster + third_cluster
     assert decode(replay.get(state, indices[is_held])).tolist() == [3, 6, 9, 12, 1, 4]
     assert set(indices[~is_held].tolist()) == {-1}
 

@@ -41,60 +41,77 @@ def random_items(prototype, length, seed):
     rng = np.random.default_rng(seed)
 
     def leaf(x):
-        shape, dtype = (length, *jnp.shape(x)), jnp.result_type(x)
+        shape = (length, *jnp.shape(x))
+        dtype = jnp.result_type(x)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return jax.random.split(jax.random.key(rng.integers(1000)), shape)
         values = rng.permutation(np.prod(shape)).reshape(shape) % 128
-        return (values % 2 == 0 if dtype == jnp.bool_ else values).astype(dtype)
+        if dtype == jnp.bool_:
+            return values % 2 == 0
+        return values.astype(dtype)
 
     return jax.tree.map(leaf, prototype)
 
 
-@pytest.mark.parametrize("name", ["int", slow("key"), "zero-size", "NamedTuple", "nested"])
-def test_items_of_any_pytree_and_dtype_are_held(name):
-    prototype, mask = PROTOTYPES[name], np.array([True, False, True, True])
+KINDS_OF_ITEMS = ["int", slow("key"), "zero-size", "NamedTuple", "nested"]
+
+
+@pytest.mark.parametrize("name", KINDS_OF_ITEMS)
+def test_a_circular_buffer_holds_items_of_any_pytree_and_dtype(name):
+    prototype = PROTOTYPES[name]
     rows = random_items(prototype, 4, seed=1)
-    one, first = (jax.tree.map(lambda x, i=i: x[i], rows) for i in (1, 0))
-    # Rows 0, 2, 3 by mask, then 1, then a batch that holds 0 alone.
+    row_1 = jax.tree.map(lambda x: x[1], rows)
+    batch_of_row_0 = jax.tree.map(lambda x: x[:1], rows)
     expected = jax.tree.map(lambda x: x[np.array([0, 2, 3, 1, 0])], rows)
 
     circular = buffers.circular_buffer(6)
-    state = circular.add(circular.add_batch(circular.init(prototype), rows, mask), one)
-    state = circular.add_batch(state, jax.tree.map(lambda x: x[None], first))
+    state = circular.init(prototype)
+    state = circular.add_batch(state, rows, np.array([True, False, True, True]))
+    state = circular.add(state, row_1)
+    state = circular.add_batch(state, batch_of_row_0)
     assert_trees_equal(circular.get(state, np.arange(5)), expected)
-    state = circular.update(circular.update(state, lambda x: x), lambda x: x, np.array([0, 0]))
+
+    state = circular.update(state, lambda x: x)
+    state = circular.update(state, lambda x: x, np.array([0, 0]))
     assert_trees_equal(circular.get(state, np.arange(5)), expected)
     assert isinstance(repr(state), str)
     state, items = circular.pop(state, 5)
     assert_trees_equal(items, expected)
 
-    streams = buffers.uniform_replay(12, num_envs=3, sequence_length=2)
+
+@pytest.mark.parametrize("name", KINDS_OF_ITEMS)
+def test_a_replay_buffer_holds_items_of_any_pytree_and_dtype(name):
+    prototype = PROTOTYPES[name]
     items = random_items(prototype, 12, seed=2)
-    steps = jax.tree.map(lambda x: x.reshape(4, 3, *x.shape[1:]), items)
-    state = streams.add_batch(streams.init(prototype), steps)
-    sample = streams.sample(state, jax.random.key(0), 7)
-    at = np.asarray(sample.indices)[:, None] + [[0, 3]]
-    assert_trees_equal(sample.experience, jax.tree.map(lambda x: x[at], items))
-    both = streams.add_and_sample(streams.init(prototype), steps, jax.random.key(0), 7)
-    assert_trees_equal(both, (state, sample))
+    rows = jax.tree.map(lambda x: x.reshape(4, 3, *x.shape[1:]), items)
+    replay = buffers.uniform_replay(12, num_envs=3, sequence_length=2)
+    state = replay.add_batch(replay.init(prototype), rows)
+    sample = replay.sample(state, jax.random.key(0), 7)
+    in_windows = np.asarray(sample.indices)[:, None] + [[0, 3]]
+    assert_trees_equal(sample.experience, jax.tree.map(lambda x: x[in_windows], items))
+
+    together = replay.add_and_sample(replay.init(prototype), rows, jax.random.key(0), 7)
+    assert_trees_equal(together, (state, sample))
 
 
 def test_python_scalars_and_numpy_float64_become_jax_default_dtypes():
-    prototype = {"i": 1, "f": 1.0, "b": True, "n": np.zeros(2), "s": np.float64(1)}
+    prototype = {"int": 1, "float": 1.0, "bool": True, "array": np.zeros(2), "f64": np.float64(1)}
     circular = buffers.circular_buffer(3)
     state = circular.init(prototype)
-    dtypes = {name: leaf.dtype for name, leaf in state.storage.items()}
     f32 = jnp.float32
-    assert dtypes == {"i": jnp.int32, "f": f32, "b": jnp.bool_, "n": f32, "s": f32}
+    dtypes = {name: leaf.dtype for name, leaf in state.storage.items()}
+    assert dtypes == {"int": jnp.int32, "float": f32, "bool": jnp.bool_, "array": f32, "f64": f32}
 
-    state = circular.add(state, {"i": 4, "f": 5, "b": False, "n": np.full(2, 0.1), "s": 7})
-    state = circular.add(state, {"i": 5, "f": 0.5, "b": True, "n": np.ones(2), "s": 8.0})
+    first = {"int": 4, "float": 5, "bool": False, "array": np.full(2, 0.1), "f64": 7}
+    second = {"int": 5, "float": 0.5, "bool": True, "array": np.ones(2), "f64": 8.0}
+    state = circular.add(state, first)
+    state = circular.add(state, second)
     items = circular.get(state, np.arange(2))
-    assert items["i"].tolist() == [4, 5]
-    assert items["f"].tolist() == [5.0, 0.5]
-    assert items["b"].tolist() == [False, True]
-    assert items["n"].tolist() == [[np.float32(0.1)] * 2, [1.0, 1.0]]
-    assert items["s"].tolist() == [7.0, 8.0]
+    assert items["int"].tolist() == [4, 5]
+    assert items["float"].tolist() == [5.0, 0.5]
+    assert items["bool"].tolist() == [False, True]
+    assert items["array"].tolist() == [[np.float32(0.1)] * 2, [1.0, 1.0]]
+    assert items["f64"].tolist() == [7.0, 8.0]
 
 
 def test_literals_take_the_dtype_of_their_slot():
@@ -118,13 +135,18 @@ def test_init_uses_shapes_only():
 
 @pytest.mark.parametrize("num_envs", [None, 1, 2])
 def test_a_batch_of_one_stays_a_batch(num_envs):
-    lead = () if num_envs is None else (num_envs,)
+    row_shape = () if num_envs is None else (num_envs,)
     replay = buffers.uniform_replay(2, num_envs=num_envs, sequence_length=1)
-    state = replay.add_batch(replay.init(encode(0)), encode(np.full((1, *lead), 3)))
-    assert decode(replay.sample(state, jax.random.key(0), 1).experience).tolist() == [[3]]
+    state = replay.add_batch(replay.init(encode(0)), encode(np.full((1, *row_shape), 3)))
+    drawn = replay.sample(state, jax.random.key(0), 1).experience
+    assert decode(drawn).tolist() == [[3]]
     assert decode(replay.get(state, np.array([0]))).tolist() == [[3]]
+
+
+def test_an_item_that_is_popped_alone_stays_a_batch():
     circular = buffers.circular_buffer(1)
-    state, items = circular.pop(circular.add(circular.init(encode(0)), encode(3)), 1)
+    state = circular.add(circular.init(encode(0)), encode(3))
+    state, items = circular.pop(state, 1)
     assert decode(items).tolist() == [3]
 
 
@@ -142,15 +164,15 @@ def test_a_batch_of_none_adds_nothing(mask):
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3)])
 def test_indices_may_have_any_shape(shape):
+    indices = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     replay = buffers.uniform_replay(8, sequence_length=2)
     state = replay.add_batch(replay.init(encode(0)), encode(np.arange(8)))
-    at = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    windows = decode(replay.get(state, at))
-    np.testing.assert_array_equal(windows, at[..., None] + np.arange(2))
+    windows = decode(replay.get(state, indices))
+    np.testing.assert_array_equal(windows, indices[..., None] + np.arange(2))
 
     circular = buffers.circular_buffer(8)
     state = circular.add_batch(circular.init(encode(0)), encode(np.arange(3, 11)))
-    np.testing.assert_array_equal(decode(circular.get(state, at)), at + 3)
+    np.testing.assert_array_equal(decode(circular.get(state, indices)), indices + 3)
 
 
 @pytest.mark.parametrize(
@@ -179,33 +201,42 @@ def test_update_function_may_return_literals():
 # ------------------------------------------------------------------------------- keys, x64, meshes
 
 
-@pytest.mark.parametrize("size", [100, 65_536])
-@pytest.mark.parametrize("kind", ["uniform", slow("prioritised"), "circular"])
-def test_typed_keys_are_stored_as_well(kind, size):
-    """Also where the storage is so large that numbers are gathered in another way."""
-    make = {
-        "uniform": buffers.uniform_replay,
-        "prioritised": buffers.prioritised_replay,
-        "circular": buffers.circular_buffer,
-    }
-    buffer, keys = make[kind](size), jax.random.split(jax.random.key(1), 6)
+def filled_with_keys(buffer):
+    """A state of seven items, the first of them twice, and their six keys."""
+    keys = jax.random.split(jax.random.key(1), 6)
     items = {"key": keys, **{name: jnp.arange(6.0) for name in "abcde"}}
-    one = jax.tree.map(lambda x: x[0], items)
-    state = buffer.add_batch(buffer.add(buffer.init(one), one), items)
-    if kind == "circular":
-        got, number = buffer.get(state, [1, 4]), np.array([0, 3])
-        popped = buffer.pop(buffer.update(state, lambda item: item), 2)[1]["key"]
-        np.testing.assert_array_equal(
-            jax.random.key_data(popped), jax.random.key_data(keys[np.zeros(2, int)])
-        )
-    else:
-        sample = buffer.sample(state, keys[0], 16)
-        got, number = sample.experience, np.int32(sample.experience["a"])
-        assert_trees_equal(got["a"], buffer.get(state, sample.indices)["a"])
-        buffer.update(state, lambda item: item, sample.indices)
-    np.testing.assert_array_equal(
-        jax.random.key_data(got["key"]), jax.random.key_data(keys[number])
-    )
+    first = jax.tree.map(lambda x: x[0], items)
+    state = buffer.add(buffer.init(first), first)
+    return buffer.add_batch(state, items), keys
+
+
+def assert_keys_equal(actual, expected):
+    np.testing.assert_array_equal(jax.random.key_data(actual), jax.random.key_data(expected))
+
+
+# Numbers would be gathered in another way if their storage were as large as that of 65,536 keys.
+@pytest.mark.parametrize("size", [100, 65_536])
+@pytest.mark.parametrize("factory", [buffers.uniform_replay, slow(buffers.prioritised_replay)])
+def test_a_replay_buffer_stores_typed_keys(factory, size):
+    replay = factory(size)
+    state, keys = filled_with_keys(replay)
+    sample = replay.sample(state, keys[0], 16)
+    numbers = np.int32(sample.experience["a"])
+    assert_keys_equal(sample.experience["key"], keys[numbers])
+    items = replay.get(state, sample.indices)
+    assert_trees_equal(sample.experience["a"], items["a"])
+    replay.update(state, lambda item: item, sample.indices)
+
+
+@pytest.mark.parametrize("size", [100, 65_536])
+def test_a_circular_buffer_stores_typed_keys(size):
+    circular = buffers.circular_buffer(size)
+    state, keys = filled_with_keys(circular)
+    items = circular.get(state, [1, 4])
+    assert_keys_equal(items["key"], keys[np.array([0, 3])])
+    state = circular.update(state, lambda item: item)
+    state, popped = circular.pop(state, 2)
+    assert_keys_equal(popped["key"], keys[np.array([0, 0])])
 
 
 def test_size_is_int32_with_64_bits_as_well():
@@ -227,29 +258,30 @@ def explicit_mesh():
 @pytest.mark.parametrize("kind", [slow("uniform"), "streams", "prioritised", "clustered"])
 def test_a_state_may_be_on_a_mesh_of_explicit_axes(kind):
     inner = buffers.uniform_replay(6)
-    buffer, lead = {
-        "uniform": (inner, ()),
-        "streams": (buffers.uniform_replay(12, num_envs=2, sequence_length=2), (2,)),
-        "prioritised": (buffers.prioritised_replay(6), ()),
-        "clustered": (buffers.clustered_replay(2, inner, lambda item: item["id"] % 2), ()),
+    buffer = {
+        "uniform": inner,
+        "streams": buffers.uniform_replay(12, num_envs=2, sequence_length=2),
+        "prioritised": buffers.prioritised_replay(6),
+        "clustered": buffers.clustered_replay(2, inner, lambda item: item["id"] % 2),
     }[kind]
+    row_shape = (2,) if kind == "streams" else ()
     everywhere = jax.NamedSharding(explicit_mesh(), jax.sharding.PartitionSpec())
 
     def run(place):
         state = place(buffer.init(encode(0)))
         for i in range(3):
-            state = buffer.add(state, encode(np.full(lead, i)))
-        state = buffer.add_batch(state, encode(np.broadcast_to(np.arange(3), (*lead, 3)).T))
+            state = buffer.add(state, encode(np.full(row_shape, i)))
+        ids = np.broadcast_to(np.arange(3), (*row_shape, 3)).T
+        state = buffer.add_batch(state, encode(ids))
         sample = buffer.sample(state, place(jax.random.key(0)), 4)
         if buffer.set_priorities:
             state = buffer.set_priorities(state, sample.indices, np.arange(4.0))
         state = buffer.update(state, lambda x: {**x, "id": x["id"] + 1}, sample.indices)
         return state, sample, buffer.get(state, sample.indices), buffer.size(state)
 
-    assert_trees_equal(
-        jax.device_get(run(lambda x: jax.device_put(x, everywhere))),
-        jax.device_get(run(lambda x: x)),
-    )
+    on_the_mesh = run(lambda x: jax.device_put(x, everywhere))
+    on_one_device = run(lambda x: x)
+    assert_trees_equal(jax.device_get(on_the_mesh), jax.device_get(on_one_device))
 
 
 def test_storage_that_is_sharded_over_explicit_axes_is_an_error():

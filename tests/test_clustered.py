@@ -10,11 +10,12 @@ import pytest
 from conftest import slow
 from hypothesis import given
 from scipy import stats
-from test_buffers import as_mask, batches, decode, encode, examples, shift
+from test_buffers import as_mask, batches, decode, encode, examples, kept, shift
 
 import buffers
 
-K, ROWS = 3, 4
+K = 3
+ROWS = 4
 
 
 def by_id(item):
@@ -36,8 +37,8 @@ REPLAYS = {
 }
 
 
-def ids_of(kind, first, count):
-    ids = np.arange(first, first + count)
+def ids_of(kind, rows):
+    ids = np.asarray(rows, np.int32)
     return np.stack([2 * ids, 2 * ids + 1], axis=-1) if kind == "streams" else ids
 
 
@@ -46,16 +47,17 @@ def ids_of(kind, first, count):
 @given(added=st.lists(batches(1, 4, 14), max_size=8))
 def test_each_cluster_holds_its_newest(kind, added):
     replay = REPLAYS[kind]
-    state, total = replay.init(encode(0)), 0
-    model = [deque(maxlen=ROWS) for _ in range(K)]
+    state = replay.init(encode(0))
+    clusters = [deque(maxlen=ROWS) for _ in range(K)]
+    total = 0
     for length, mask in added:
-        ids = ids_of(kind, total, length)
-        state = replay.add_batch(state, encode(ids), as_mask(mask))
-        for row, keep in zip(range(total, total + length), mask or [True] * length, strict=True):
-            if keep:
-                model[row % K].append(row)
+        rows = range(total, total + length)
         total += length
-        held = {i for ring in model for row in ring for i in ids_of(kind, row, 1).ravel().tolist()}
+        state = replay.add_batch(state, encode(ids_of(kind, rows)), as_mask(mask))
+        for row in kept(rows, mask):
+            clusters[row % K].append(row)
+
+        held = set(ids_of(kind, [row for cluster in clusters for row in cluster]).ravel().tolist())
         assert int(replay.size(state)) == len(held)
         assert bool(replay.can_sample(state)) == bool(held)
         if not held:
@@ -63,8 +65,16 @@ def test_each_cluster_holds_its_newest(kind, added):
                 replay.sample(state, jax.random.key(0), 512)
             continue
         sample = replay.sample(state, jax.random.key(total), 512)
-        assert set(decode(sample.experience).tolist()) == held
-        np.testing.assert_array_equal(decode(replay.get(state, sample.indices)), decode(sample[0]))
+        drawn = decode(sample.experience)
+        assert set(drawn.tolist()) == held
+        np.testing.assert_array_equal(decode(replay.get(state, sample.indices)), drawn)
+
+
+def index_of_each(ids, drawn, indices):
+    """{id: index} of all items, of which each must be drawn."""
+    index_of = dict(zip(drawn.tolist(), indices.tolist(), strict=True))
+    assert sorted(index_of) == sorted(ids)
+    return index_of
 
 
 @pytest.mark.parametrize(
@@ -80,41 +90,47 @@ def test_each_cluster_holds_its_newest(kind, added):
 )
 def test_draws_have_the_exact_distribution(kind, power):
     replay = buffers.clustered_replay(5, INNER[kind], lambda x: x % 5, power)
-    ids = [0, 5, 10, 15, 20, 1, 3, 8]  # clusters 2 and 4 stay empty, 0 has lost its oldest
-    state = replay.add_batch(replay.init(0), jnp.array(ids))
+    added = [0, 5, 10, 15, 20, 1, 3, 8]  # clusters 2 and 4 stay empty, 0 loses its oldest
+    state = replay.add_batch(replay.init(0), jnp.array(added))
     held = np.array([5, 10, 15, 20, 1, 3, 8])
-    sizes = np.array([4, 4, 4, 4, 1, 2, 2])
-    clusters = 4**power + 1**power + 2**power
-    wanted = sizes**power / clusters / sizes
+    weights = np.ones(7)
     if kind == "prioritised":
-        probe = replay.sample(state, jax.random.key(9), 4096)
-        index = {int(i): int(j) for i, j in zip(probe.experience, probe.indices, strict=True)}
-        assert sorted(index) == sorted(held)
         priorities = np.array([1.0, 0.0, 2.0, 3.0, 5.0, 1.0, 4.0])
-        state = replay.set_priorities(state, [index[i] for i in held], priorities)
+        probe = replay.sample(state, jax.random.key(9), 4096)
+        index_of = index_of_each(held, probe.experience, probe.indices)
+        state = replay.set_priorities(state, [index_of[i] for i in held.tolist()], priorities)
         weights = priorities**0.6
-        cluster_sums = {0: weights[:4].sum(), 1: weights[4], 3: weights[5:].sum()}
-        share = np.array([weights[i] / cluster_sums[held[i] % 5] for i in range(7)])
-        wanted = sizes**power / clusters * share
-    one = jax.jit(jax.vmap(lambda key: replay.sample(state, key, 1)))
-    sample = one(jax.random.split(jax.random.key(1), 100_000))  # independent: not stratified
+
+    # For each item held: how large its cluster is, and the sum of the weights there.
+    sizes = np.array([4, 4, 4, 4, 1, 2, 2])
+    weight_sums = np.array([weights[held % 5 == i % 5].sum() for i in held])
+    cluster_probabilities = sizes**power / (4**power + 1**power + 2**power)
+    wanted = cluster_probabilities * weights / weight_sums
+
+    sample_one = jax.jit(jax.vmap(lambda key: replay.sample(state, key, 1)))
+    keys = jax.random.split(jax.random.key(1), 100_000)
+    sample = sample_one(keys)  # independent: not stratified
     drawn = np.asarray(sample.experience[:, 0])
     counts = np.array([(drawn == i).sum() for i in held])
     assert counts.sum() == len(drawn)
-    assert (counts[wanted == 0] == 0).all()
-    some = wanted > 0
-    assert stats.chisquare(counts[some], wanted[some] * len(drawn)).pvalue > 1e-3
-    probability = dict(zip(held.tolist(), wanted, strict=True))
-    expected = [probability[i] for i in drawn.tolist()]
-    np.testing.assert_allclose(sample.probabilities[:, 0], expected, rtol=1e-5)
+    is_possible = wanted > 0
+    assert (counts[~is_possible] == 0).all()
+    expected = wanted[is_possible] * len(drawn)
+    assert stats.chisquare(counts[is_possible], expected).pvalue > 1e-3
+
+    probability_of_id = np.zeros(held.max() + 1)
+    probability_of_id[held] = wanted
+    np.testing.assert_allclose(sample.probabilities[:, 0], probability_of_id[drawn], rtol=1e-5)
 
 
 def test_a_cluster_without_priority_is_not_drawn():
     replay = buffers.clustered_replay(2, buffers.prioritised_replay(4), lambda x: x % 2)
     state = replay.add_batch(replay.init(0), jnp.arange(6))
     sample = replay.sample(state, jax.random.key(0), 256)
-    odd = np.asarray(sample.indices)[np.asarray(sample.experience) % 2 == 1]
-    state = replay.set_priorities(state, odd, np.zeros(len(odd)))
+    is_odd = np.asarray(sample.experience) % 2 == 1
+    indices_of_odd = np.asarray(sample.indices)[is_odd]
+    state = replay.set_priorities(state, indices_of_odd, np.zeros(len(indices_of_odd)))
+
     sample = replay.sample(state, jax.random.key(1), 256)
     assert (np.asarray(sample.experience) % 2 == 0).all()
     np.testing.assert_allclose(sample.probabilities, 1 / 3, rtol=1e-6)
@@ -122,21 +138,35 @@ def test_a_cluster_without_priority_is_not_drawn():
     assert state.max_priority.tolist() == [0, 0]
 
 
-def test_an_update_changes_one_item_and_stale_indices_none():
+def filled_and_indices():
+    """Prioritised clusters of ids 0, ..., 8, three in each, and the index of each id."""
     replay = REPLAYS["prioritised"]
     state = replay.add_batch(replay.init(encode(0)), encode(np.arange(9)))
     sample = replay.sample(state, jax.random.key(0), 64)
-    old = {int(i): int(j) for i, j in zip(decode(sample.experience), sample.indices, strict=True)}
-    state = replay.update(state, shift, np.array([old[4]]))
-    assert replay.get(state, old[4])["id"] == 5
-    assert [int(replay.get(state, old[i])["id"]) for i in (0, 1, 2, 3, 5)] == [0, 1, 2, 3, 5]
+    return state, index_of_each(range(9), decode(sample.experience), sample.indices)
+
+
+def test_an_update_changes_one_item():
+    replay = REPLAYS["prioritised"]
+    state, index_of = filled_and_indices()
+    state = replay.update(state, shift, np.array([index_of[4]]))
+    assert replay.get(state, index_of[4])["id"] == 5
+    for other in (0, 1, 2, 3, 5):
+        assert replay.get(state, index_of[other])["id"] == other
+
+
+def test_indices_of_items_that_are_gone_are_errors_of_get_and_change_no_priority():
+    replay = REPLAYS["prioritised"]
+    state, index_of = filled_and_indices()
     state = replay.add_batch(state, encode(np.arange(9, 15)))  # two more each: 0, 1, 2 are gone
     with pytest.raises(ValueError, match="get: an index is not in the buffer"):
-        replay.get(state, old[1])
+        replay.get(state, index_of[1])
+
     leaves = np.asarray(state.tree)[:, :4]
-    state = replay.set_priorities(state, [old[0], old[1], old[2]], [7.0, 8.0, 9.0])
+    gone = [index_of[0], index_of[1], index_of[2]]
+    state = replay.set_priorities(state, gone, [7.0, 8.0, 9.0])
     np.testing.assert_array_equal(state.tree[:, :4], leaves)
-    state = replay.set_priorities(state, [old[3]], [0.0])
+    state = replay.set_priorities(state, [index_of[3]], [0.0])
     assert (np.asarray(state.tree)[:, :4] != leaves).sum() == 1
 
 
@@ -150,7 +180,7 @@ def test_a_power_below_zero_prefers_small_clusters():
 
 
 def test_trajectories_clustered_by_return_keep_the_rare_good_ones():
-    """Items that are trajectories, clustered by their return: the rare good ones are kept."""
+    """An item may be a whole trajectory: the one good among 50 bad ones stays."""
 
     def is_good(trajectory):
         return (trajectory["reward"].sum() >= 10).astype(jnp.int32)
@@ -162,13 +192,12 @@ def test_trajectories_clustered_by_return_keep_the_rare_good_ones():
     bad = {"observation": jnp.zeros((50, 10, 2)), "reward": jnp.zeros((50, 10))}
     state = replay.add_batch(state, bad)
     assert replay.size(state) == 1 + 5
-    sample = replay.sample(state, jax.random.key(0), 1000)
-    assert sample.experience["reward"].shape == (1000, 10)
-    rate = float((sample.experience["reward"].sum(axis=1) == 20).mean())
-    assert 0.45 < rate < 0.55
-    np.testing.assert_array_equal(
-        sample.experience["observation"][:, 0, 0], sample.experience["reward"][:, 0] / 2
-    )
+
+    drawn = replay.sample(state, jax.random.key(0), 1000).experience
+    assert drawn["reward"].shape == (1000, 10)
+    rate_of_good = float((drawn["reward"].sum(axis=1) == 20).mean())
+    assert 0.45 < rate_of_good < 0.55
+    np.testing.assert_array_equal(drawn["observation"][:, 0, 0], drawn["reward"][:, 0] / 2)
 
 
 def test_windows_that_are_items_keep_steps_that_follow_each_other():
@@ -216,19 +245,17 @@ def test_a_cluster_out_of_range_counts_as_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "make"),
+    ("error", "message", "num_clusters", "inner"),
     [
-        (ValueError, "num_clusters must be at least 1", lambda b: (0, b, by_id)),
-        (TypeError, "must be a uniform .*got CircularBuffer", lambda b: (
-            2, buffers.circular_buffer(4), by_id)),
-        (TypeError, "must be a uniform or a prioritised replay", lambda b: (
-            2, buffers.clustered_replay(2, b, by_id), by_id)),
-        (ValueError, "more than 2\\*\\*29", lambda b: (2**28, b, by_id)),
+        (ValueError, "num_clusters must be at least 1", 0, INNER["uniform"]),
+        (TypeError, "must be a uniform .*got CircularBuffer", 2, buffers.circular_buffer(4)),
+        (TypeError, "must be a uniform or a prioritised replay", 2, REPLAYS["uniform"]),
+        (ValueError, r"more than 2\*\*29", 2**28, INNER["uniform"]),
     ],
-)  # fmt: skip
-def test_impossible_buffers_are_errors(error, message, make):
+)
+def test_impossible_buffers_are_errors(error, message, num_clusters, inner):
     with pytest.raises(error, match=message):
-        buffers.clustered_replay(*make(buffers.uniform_replay(4)))
+        buffers.clustered_replay(num_clusters, inner, by_id)
 
 
 @pytest.mark.parametrize("fn", [lambda x: 1.0, lambda x: jnp.zeros(2, jnp.int32)])

@@ -80,14 +80,26 @@ NAMES = {
 def rows(heading):
     """The code (left, right) of each row of the table under a heading; "" for an empty cell."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n#")[0]
-    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [(left.strip(" `"), right.strip(" `")) for left, right, _ in lines[2:]]
+    table = [line for line in section.splitlines() if line.startswith("|")]
+    code = []
+    for line in table[2:]:  # after the head of the table
+        left, right, _ = line.strip("|").split("|")
+        code.append((left.strip(" `"), right.strip(" `")))
+    return code
 
 
 def assigned(line):
     """The names that a line assigns."""
     names = re.match(r"([\w, ]+) = ", line)
     return set(names[1].split(", ")) if names else set()
+
+
+def compared(name, theirs, ours, held):
+    """What of a variable must be the same there and here."""
+    if name in ("state", "other"):
+        return held(theirs[name]), held_here(ours[name])
+    part = COMPARED.get(name, exactly)
+    return part(theirs[name]), part(ours[name])
 
 
 def run_table(heading, theirs, held=None):
@@ -101,11 +113,7 @@ def run_table(heading, theirs, held=None):
         exec(left, theirs)
         exec(right, ours)
         for name in assigned(left) & assigned(right) - NOT_COMPARED:
-            if name in ("state", "other"):
-                there, here = held(theirs[name]), held_here(ours[name])
-            else:
-                part = COMPARED.get(name, exactly)
-                there, here = part(theirs[name]), part(ours[name])
+            there, here = compared(name, theirs, ours, held)
             jax.tree.map(assert_close, there, here)
     return theirs, ours
 
@@ -367,10 +375,13 @@ def test_a_functional_replay_buffer_does_the_same():
 
 
 def test_stable_baselines_does_the_same():
-    arguments = ("observation_space", "action_space", "obs", "next_obs", "actions")
-    arguments += ("terminations", "infos")
-    theirs = dict.fromkeys(arguments) | {"rewards": np.full(1, 5.0)}
-    theirs |= {"ReplayBuffer": StableBaselinesReplayBuffer}
+    unused = ("observation_space", "action_space", "obs", "next_obs", "actions")
+    unused += ("terminations", "infos")
+    theirs = {
+        "ReplayBuffer": StableBaselinesReplayBuffer,
+        "rewards": np.full(1, 5.0),
+        **dict.fromkeys(unused),
+    }
     _, ours = run_table("Stable-Baselines3, CleanRL", theirs)
     assert ours["data"]["reward"].shape == (256,)
 
@@ -408,7 +419,8 @@ def first_answers(theirs, ours, min_size, rows):
 )
 @pytest.mark.parametrize("kind", ["flat", slow("prioritised_flat")])
 def test_min_length_means_the_same_for_pairs_of_several_environments(kind, min_length, steps):
-    theirs = getattr(fbx, f"make_{kind}_buffer")(64, min_length, 2, add_batch_size=4)
+    make = getattr(fbx, f"make_{kind}_buffer")
+    theirs = make(64, min_length, 2, add_batch_size=4)
     ours = buffers.uniform_replay(64, num_envs=4, sequence_length=2)
     added = [items_of(np.arange(4))] * 8
     min_size = 4 * (min_length // 4 + 1)
@@ -425,7 +437,8 @@ def test_min_length_means_the_same_for_pairs_of_one_environment(min_length):
 
 @pytest.mark.parametrize("min_length", [1, 2, 7])
 def test_min_length_means_the_same_for_items(min_length):
-    theirs, ours = fbx.make_item_buffer(64, min_length, 2), buffers.uniform_replay(64)
+    theirs = fbx.make_item_buffer(64, min_length, 2)
+    ours = buffers.uniform_replay(64)
     added = [items_of(0)] * 10
     assert first_answers(theirs, ours, min_length, added) == min_length
 
@@ -433,12 +446,15 @@ def test_min_length_means_the_same_for_items(min_length):
 @pytest.mark.parametrize("min_length", [3, 5])
 def test_min_length_means_the_same_for_trajectories(min_length):
     theirs = fbx.make_trajectory_buffer(4, 2, 3, 1, min_length, max_length_time_axis=16)
-    theirs = theirs.replace(
-        add=lambda s, x, add=theirs.add: add(s, jax.tree.map(lambda y: y[:, None], x))
-    )
+
+    def add_one_step(state, items):
+        sequences = jax.tree.map(lambda x: x[:, None], items)
+        return theirs.add(state, sequences)
+
     ours = buffers.uniform_replay(64, num_envs=4, sequence_length=3)
     added = [items_of(np.arange(4))] * 8
-    assert first_answers(theirs, ours, 4 * min_length, added) == min_length
+    adding_steps = theirs.replace(add=add_one_step)
+    assert first_answers(adding_steps, ours, 4 * min_length, added) == min_length
 
 
 # ------------------------------------------------------------------------- Flashbax's quickstart
@@ -450,41 +466,62 @@ def test_the_quickstart_runs_on_two_devices():
     item = {"obs": jnp.zeros(5), "reward": jnp.float32(0)}
     states = jax.pmap(lambda _: replay.init(item))(jnp.arange(2))
     add = jax.pmap(replay.add, donate_argnums=0)
+    can_sample = jax.pmap(replay.can_sample)
     for t in range(40):
+        # Of two devices with two environments each.
         step = {"obs": jnp.full((2, 2, 5), t * 1.0), "reward": jnp.full((2, 2), t * 1.0)}
         states = add(states, step)
-        assert jax.pmap(replay.can_sample)(states).tolist() == [t >= 1] * 2
+        has_pairs = t >= 1
+        assert can_sample(states).tolist() == [has_pairs, has_pairs]
+
     draw = jax.pmap(lambda state, key: replay.sample(state, key, 16).experience)
     pairs = draw(states, jax.random.split(jax.random.key(0), 2))
-    first, second = pairs["reward"][:, :, 0], pairs["reward"][:, :, 1]
+    first = pairs["reward"][:, :, 0]
+    second = pairs["reward"][:, :, 1]
     np.testing.assert_array_equal(second, first + 1)
     assert first.min() >= 40 - 32
     assert (first[0] != first[1]).any()
 
 
-def test_the_quickstart_gives_the_same_line_by_line():
-    """The one of Flashbax's README, beside it."""
-    steps = [
-        {"obs": jnp.array([1, 2]), "reward": jnp.array(3.0)},
-        {"obs": jnp.array([4, 5]), "reward": jnp.array(6.0)},
-        {"obs": jnp.array([7, 8]), "reward": jnp.array(9.0)},
-    ]
+QUICKSTART = [
+    {"obs": jnp.array([1, 2]), "reward": jnp.array(3.0)},
+    {"obs": jnp.array([4, 5]), "reward": jnp.array(6.0)},
+    {"obs": jnp.array([7, 8]), "reward": jnp.array(9.0)},
+]
+
+
+def quickstart_here():
+    """What `can_sample` says after each step, and the rewards of the pairs of 20 draws."""
     replay = buffers.uniform_replay(32, sequence_length=2)
     state = replay.init({"obs": jnp.array([0, 0]), "reward": jnp.array(0.0)})
-    answers, drawn = [], []
-    for step in steps:
+    said = []
+    for step in QUICKSTART:
         state = replay.add(state, step)
-        answers.append(bool(replay.can_sample(state, min_size=2 + 1)))  # two pairs, three steps
+        said.append(bool(replay.can_sample(state, min_size=2 + 1)))  # two pairs, three steps
+    drawn = set()
     for seed in range(20):
         pair = replay.sample(state, jax.random.PRNGKey(seed), 1).experience
-        drawn.append(pair["reward"][0].tolist())
-    assert answers == [False, False, True]
-    assert set(map(tuple, drawn)) == {(3.0, 6.0), (6.0, 9.0)}
+        drawn.add(tuple(pair["reward"][0].tolist()))
+    return said, drawn
+
+
+def quickstart_in_flashbax():
+    """The same of the quickstart in Flashbax's README."""
     buffer = fbx.make_flat_buffer(max_length=32, min_length=2, sample_batch_size=1)
-    theirs = buffer.init({"obs": jnp.array([0, 0]), "reward": jnp.array(0.0)})
-    for step, answer in zip(steps, answers, strict=True):
-        theirs = buffer.add(theirs, step)
-        assert bool(buffer.can_sample(theirs)) == answer
-    pairs = [buffer.sample(theirs, jax.random.PRNGKey(i)).experience for i in range(20)]
-    found = {(float(p.first["reward"][0]), float(p.second["reward"][0])) for p in pairs}
-    assert found == set(map(tuple, drawn))
+    state = buffer.init({"obs": jnp.array([0, 0]), "reward": jnp.array(0.0)})
+    said = []
+    for step in QUICKSTART:
+        state = buffer.add(state, step)
+        said.append(bool(buffer.can_sample(state)))
+    drawn = set()
+    for seed in range(20):
+        pair = buffer.sample(state, jax.random.PRNGKey(seed)).experience
+        drawn.add((float(pair.first["reward"][0]), float(pair.second["reward"][0])))
+    return said, drawn
+
+
+def test_the_quickstart_gives_the_same_line_by_line():
+    said, drawn = quickstart_here()
+    assert said == [False, False, True]
+    assert drawn == {(3.0, 6.0), (6.0, 9.0)}
+    assert quickstart_in_flashbax() == (said, drawn)

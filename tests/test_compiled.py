@@ -154,24 +154,29 @@ def test_collected_is_what_a_plain_loop_collects():
     state = envs.reset(key, n)
     loop = Loop(alg, key, n)
     rng = np.random.default_rng(0)
-    ends = np.zeros(3, int)
+    terminated = truncated = resets = 0
     collect = jax.jit(envs.collect)
     for i in range(3):
         noise = rng.integers(-1, 3, (steps, n)).astype(np.int32)  # -1: the best action
         state, rollout = collect(state, params, noise, jax.random.PRNGKey(i))
         rows = loop.collect(params, noise, jax.random.PRNGKey(i))
+
         for name in Step._fields[:-1]:
             got = getattr(rollout, name)
-            wanted = [[x[name] for x in row] for row in rows]
+            wanted = [[step[name] for step in row] for row in rows]
             np.testing.assert_array_equal(got, np.array(wanted, got.dtype), err_msg=name)
             assert got.dtype == getattr(alg.example, name).dtype, name
         np.testing.assert_array_equal(rollout.next_observation, loop.observation)
         np.testing.assert_array_equal(state.observation, loop.observation)
         np.testing.assert_array_equal(state.valid, loop.valid)
         np.testing.assert_array_equal(state.length, loop.length)
-        ends += [x.sum() for x in (rollout.terminated, rollout.truncated, ~rollout.valid)]
-        assert len(set(np.ravel(rollout.action[noise < 0]))) > 1  # the network's answers differ
-    assert min(ends) > 8
+
+        terminated += rollout.terminated.sum()
+        truncated += rollout.truncated.sum()
+        resets += (~rollout.valid).sum()
+        best_actions = rollout.action[noise < 0]
+        assert len(np.unique(best_actions)) > 1  # the network's answers differ
+    assert min(terminated, truncated, resets) > 8
 
 
 def test_evaluation_is_what_a_plain_loop_gives():
@@ -226,12 +231,14 @@ def test_environments_draw_afresh():
     params = alg.acting_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
     noise = np.broadcast_to(np.arange(4, dtype=np.int32) % 2, (100, 4))
     after, rollout = envs.collect(state, params, noise, jax.random.PRNGKey(1))
+
     following = np.concatenate([rollout.observation[1:], rollout.next_observation[None]])
     starts = np.concatenate([state.observation, following[~rollout.valid]])
     assert len(starts) > 20
     assert len(np.unique(starts, axis=0)) == len(starts)
     assert (np.abs(starts) <= 0.05).all()
-    assert (np.abs(following[..., 2])[rollout.terminated] > 0.2095).all()
+    angles_at_the_end = following[..., 2][rollout.terminated]
+    assert (np.abs(angles_at_the_end) > 0.2095).all()
     np.testing.assert_array_equal(after.observation, rollout.next_observation)
 
 
@@ -324,6 +331,15 @@ def train_chain(module, args, env_id):
     return alg, params, returns, read_events(folder)[0]
 
 
+def values_of_a_chain():
+    """Q-values [4 states, left and right]: the reward is 1 for the step to state 4, the end."""
+    states = np.arange(4)
+    right = GAMMA ** (3.0 - states)
+    after_left = np.maximum(states - 1, 0)
+    left = GAMMA ** (4.0 - after_left)
+    return np.stack([left, right], axis=1)
+
+
 @pytest.mark.parametrize(
     ("module", "env_id"),
     [slow(dqn_jax, "Chain-v0"), (per_dqn_jax, "Chain-v0")],
@@ -336,12 +352,10 @@ def test_q_values_of_a_chain(module, env_id):
     rate = 5e-4 if module is per_dqn_jax else 1e-3
     args = module.Args(**DQN_FLAGS | {"learning_rate": rate})
     alg, params, _, scalars = train_chain(module, args, env_id)
-    states = np.arange(4)
-    right = GAMMA ** (3.0 - states)
-    left = GAMMA ** (4.0 - np.maximum(states - 1, 0))
     values = alg.network.apply(params, np.eye(5, dtype=np.float32)[:4])
-    np.testing.assert_allclose(values, np.stack([left, right], axis=1), atol=0.03)
+    np.testing.assert_allclose(values, values_of_a_chain(), atol=0.03)
     assert scalars["eval/episodic_return"] == [(16_000, 1.0)]
+
     # One point for each log interval, of what holds for its last iteration.
     steps = list(range(1_000, 16_001, 1_000))
     for tag in ("charts/episodic_return", "charts/SPS", "charts/epsilon", "losses/td_loss"):
@@ -400,6 +414,12 @@ def short_training(module, flags, **run):
     return module.Args(**flags), module.Run(**run)
 
 
+def agent_folders(folder, first_seed, num_seeds):
+    """Those of the agents of a run, of which the first one's is the folder of the run."""
+    later = range(first_seed + 1, first_seed + num_seeds)
+    return [folder, *(folder / f"seed_{seed}" for seed in later)]
+
+
 def train_two(module, flags, **run):
     """A short training: Training, and the scalars of each agent without the speed."""
     args, run = short_training(module, flags, **run)
@@ -414,14 +434,15 @@ def train_two(module, flags, **run):
     (training,) = trainings
     assert state is training.agent
     assert returns.shape == (run.num_seeds,)
-    folders = [folder, *(folder / f"seed_{run.seed + i}" for i in range(1, run.num_seeds))]
-    assert sorted(folder.glob("seed_*")) == folders[1:]
     saved = json.loads((folder / "args.json").read_text())
     assert module.Run(**saved["run"]) == run
     assert module.Args(**saved["args"]) == args
+
+    folders = agent_folders(folder, run.seed, run.num_seeds)
+    assert sorted(folder.glob("seed_*")) == folders[1:]
     scalars = []
-    for x in folders:
-        events, text = read_events(x)
+    for agent_folder in folders:
+        events, text = read_events(agent_folder)
         assert f"|seed|{run.seed}|\n" in text
         assert len(events.pop("charts/SPS")) == 2
         scalars.append(events)
@@ -448,18 +469,26 @@ def group(request, tmp_path_factory):
     module, flags = SCRIPTS[request.param]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("group"))
-        return module, flags, *train_two(module, flags, seed=SEEDS[0], num_seeds=2)
+        training, scalars = train_two(module, flags, seed=SEEDS[0], num_seeds=2)
+    return module, flags, training, scalars
 
 
 def test_an_agent_of_a_group_is_the_one_trained_alone(group):
     module, flags, training, scalars = group
-    params = params_of(training, 1)
-    differences = jax.tree.map(lambda x, y: np.abs(x - y).max(), params_of(training, 0), params)
+    first = params_of(training, 0)
+    second = params_of(training, 1)
+    differences = jax.tree.map(lambda x, y: np.abs(x - y).max(), first, second)
     assert max(jax.tree.leaves(differences)) > 1e-2
+
     alone, alone_scalars = train_two(module, flags, seed=SEEDS[1])
-    assert_same_agent(params, params_of(alone, 0), scalars[1], alone_scalars[0])
+    assert_same_agent(second, params_of(alone, 0), scalars[1], alone_scalars[0])
     for x in jax.tree.leaves(alone):
         assert len(x.sharding.device_set) == 1
+
+
+def starts_of_parts(x, axis):
+    """Where the part of each device begins on this axis of an array."""
+    return sorted(part.index[axis].start or 0 for part in x.addressable_shards)
 
 
 def test_environments_of_one_agent_spread_over_devices(group):
@@ -469,7 +498,7 @@ def test_environments_of_one_agent_spread_over_devices(group):
     assert_same_agent(params_of(training, 1), params_of(two, 0), scalars[1], two_scalars[0])
     for x in jax.tree.leaves(two.envs):
         assert x.shape[:2] == (1, 4)
-        assert sorted(part.index[1].start or 0 for part in x.addressable_shards) == [0, 2]
+        assert starts_of_parts(x, axis=1) == [0, 2]
     for x in jax.tree.leaves(two._replace(envs=None)):
         assert x.sharding.is_fully_replicated
         assert len(x.sharding.device_set) == 2
@@ -483,8 +512,20 @@ def test_seeds_spread_over_devices(group):
         assert_same_agent(params_of(training, i), params_of(two, i), scalars[i], two_scalars[i])
     assert two.ended.sharding.is_fully_replicated  # each process reads it
     for x in jax.tree.leaves(two._replace(ended=None)):
-        parts = {part.device: part.index[0].start or 0 for part in x.addressable_shards}
-        assert sorted(parts.values()) == [0, 1]
+        assert starts_of_parts(x, axis=0) == [0, 1]
+
+
+def exchanged_arrays(program_text):
+    """The collective operations of a compiled program, and the size of their largest array."""
+    collective = r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute)\("
+    operations = set()
+    largest = 0
+    for result, operation in re.findall(collective, program_text):
+        operations.add(operation)
+        for shape in re.findall(r"\[([\d,]*)\]", result):
+            size = math.prod(int(n) for n in shape.split(",") if n)
+            largest = max(largest, size)
+    return operations, largest
 
 
 @pytest.mark.parametrize(
@@ -501,13 +542,9 @@ def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module,
     iterations = -(-run.log_interval // alg.steps_per_iteration)
     steps = np.arange(iterations, dtype=np.int32) * alg.steps_per_iteration
     text = program.compile(training).lower(training, steps).compile().as_text()
-    collective = r"= (.+?) (all-gather|all-reduce|all-to-all|collective-permute)\("
-    shapes = re.findall(collective, text)
-    assert {"all-gather", "all-reduce"} <= {kind for _, kind in shapes}
-    largest = 0
-    for shape, _ in shapes:
-        for axes in re.findall(r"\[([\d,]*)\]", shape):
-            largest = max(largest, math.prod(int(n) for n in axes.split(",") if n))
+    operations, largest = exchanged_arrays(text)
+
+    assert {"all-gather", "all-reduce"} <= operations
     batch = args.batch_size * 2 if module is not ppo_jax else args.num_envs * args.num_steps
     numbers = math.prod(alg.example.observation.shape)
     weights = 84 * 120 if module is not ppo_jax else 64 * 64
@@ -515,12 +552,11 @@ def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module,
 
 
 def train_four(**flags):
-    """Four agents in a chain, of which some go right and some do not: state, folder, their own."""
+    """Four agents in a chain, of which some go right and some do not: state, returns, folders."""
     args = ppo_jax.Args(num_steps=8, total_timesteps=64)
     run = ppo_jax.Run(env_id="Chain-v0", num_seeds=4, log_interval=32, eval_episodes=1, seed=3)
     state, returns, folder = ppo_jax.train(args, replace(run, **flags))
-    folders = [folder, *(folder / f"seed_{seed}" for seed in (4, 5, 6))]
-    return state, returns, folders
+    return state, returns, agent_folders(folder, first_seed=3, num_seeds=4)
 
 
 @pytest.fixture(scope="module")
@@ -529,7 +565,8 @@ def four(tmp_path_factory):
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(tmp_path_factory.mktemp("four"))
-        return *train_four(), printed.getvalue()
+        state, returns, folders = train_four()
+    return state, returns, folders, printed.getvalue()
 
 
 def goes_right(state):
@@ -544,18 +581,23 @@ def goes_right(state):
 def test_each_agent_of_a_group_is_evaluated(four):
     """Each score is in the agent's own folder."""
     state, _, folders, _ = four
-    scores = [read_events(folder)[0]["eval/episodic_return"] for folder in folders]
-    assert scores == [[(64, float(x))] for x in goes_right(state)]
-    assert {x for ((_, x),) in scores} == {0.0, 1.0}
+    expected = [float(x) for x in goes_right(state)]
+    assert set(expected) == {0.0, 1.0}
+    for folder, score in zip(folders, expected, strict=True):
+        scalars, _ = read_events(folder)
+        assert scalars["eval/episodic_return"] == [(64, score)]
 
 
 def test_the_best_agent_of_a_group_is_kept():
     """It is evaluated after each 32 steps, as --eval-interval says."""
     _, _, folders = train_four(eval_interval=32)
-    points = [read_events(folder)[0]["eval/episodic_return"] for folder in folders]
-    assert [[step for step, _ in x] for x in points] == [[32, 64]] * 4
-    scores = np.array([[score for _, score in x] for x in points])
-    assert scores[0].max() < scores.max() == 1.0  # it is not the first
+    scores = []
+    for folder in folders:
+        scalars, _ = read_events(folder)
+        steps, agent_scores = zip(*scalars["eval/episodic_return"], strict=True)
+        assert steps == (32, 64)
+        scores.append(agent_scores)
+    assert max(scores[0]) < np.max(scores) == 1.0  # it is not the first
     policy = ppo_jax.load_policy(folders[0])
     np.testing.assert_array_equal(policy(np.eye(5, dtype=np.float32)[:4]), [1, 1, 1, 1])
 

@@ -173,8 +173,10 @@ def test_training_and_evaluation_take_these_seeds(monkeypatch):
         _, _, folder = dqn_jax.train(args, run)
         at_start = dqn_jax.environment_seed(run, 0)
         in_evaluation = dqn_jax.environment_seed(run, 0, evaluation=True)
-        wanted = [at_start, at_start + 1, in_evaluation, in_evaluation + 1, in_evaluation + 2]
-        assert seeds == wanted
+        of_training = [at_start, at_start + 1]
+        of_evaluation = [in_evaluation, in_evaluation + 1, in_evaluation + 2]
+        assert seeds == of_training + of_evaluation
+
         seeds.clear()
         longer = dqn_jax.Args(**SMALL_DQN | dict(num_envs=2, total_timesteps=300))
         run = dqn_jax.Run(**vars(run) | dict(resume=str(folder), eval_episodes=0))
@@ -185,6 +187,21 @@ def test_training_and_evaluation_take_these_seeds(monkeypatch):
         del gym.registry["Seeds-v0"]
 
 
+def first_evaluated(program):
+    """The observations with which the episodes of an evaluation start, four of one agent."""
+    taken = []
+    reset = program.envs.reset
+
+    def evaluate(params, episodes, key, *_):
+        state = reset(jax.random.fold_in(key, 0), episodes)
+        taken.append(np.asarray(state.observation))
+        return jnp.zeros(episodes), jnp.ones(episodes, bool)
+
+    program.envs.evaluate = evaluate
+    program.evaluate_one(jnp.zeros(1))
+    return taken[0]
+
+
 def test_a_compiled_evaluation_starts_where_no_training_does():
     """With the keys of training and of an evaluation for the seeds around it."""
     starts = []
@@ -192,21 +209,26 @@ def test_a_compiled_evaluation_starts_where_no_training_does():
         run = dqn_jax.Run(env_id="phys2d/CartPole-v1", seed=seed, eval_episodes=4)
         alg, _ = dqn_jax.set_up(dqn_jax.Args(num_envs=4), run)
         program = compiled.Program(alg, run, dqn_jax)
-        starts += list(np.asarray(program.start().envs.observation[0]))
-        taken = []
-        reset = program.envs.reset
-
-        def evaluate(params, episodes, key, *_, reset=reset, taken=taken):
-            taken.append(reset(jax.random.fold_in(key, 0), episodes))
-            return jnp.zeros(episodes), jnp.ones(episodes, bool)
-
-        program.envs.evaluate = evaluate
-        program.evaluate_one(jnp.zeros(1))
-        starts += list(np.asarray(taken[0].observation))
+        in_training = np.asarray(program.start().envs.observation[0])
+        starts += [*in_training, *first_evaluated(program)]
     assert len(np.unique(np.stack(starts), axis=0)) == 24
 
 
 # --- what is saved
+
+
+def add_numbered(alg, state, numbers):
+    """Adds steps of one environment that observe these numbers, with rewards of 1 and no end."""
+    rows = len(numbers)
+    steps = dqn_jax.Step(
+        observation=jnp.asarray(numbers, jnp.float32).reshape(rows, 1, 1),
+        action=jnp.zeros((rows, 1), jnp.int32),
+        reward=jnp.ones((rows, 1), jnp.float32),
+        terminated=jnp.zeros((rows, 1), bool),
+        truncated=jnp.zeros((rows, 1), bool),
+        valid=jnp.ones((rows, 1), bool),
+    )
+    return state._replace(replay=alg.replay.add_batch(state.replay, steps))
 
 
 def windows_around(alg, state, first_row, num_rows):
@@ -224,22 +246,10 @@ def test_a_cut_is_a_truncation(n_step):
     space = gym.spaces.Box(0, 1_000, (2, 1), np.float32)
     alg = dqn_jax.DQN(args, space, gym.spaces.Discrete(2))
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-
-    def add(state, numbers):
-        rows = len(numbers)
-        steps = dqn_jax.Step(
-            observation=jnp.asarray(numbers, jnp.float32).reshape(rows, 1, 1),
-            action=jnp.zeros((rows, 1), jnp.int32),
-            reward=jnp.ones((rows, 1), jnp.float32),
-            terminated=jnp.zeros((rows, 1), bool),
-            truncated=jnp.zeros((rows, 1), bool),
-            valid=jnp.ones((rows, 1), bool),
-        )
-        return state._replace(replay=alg.replay.add_batch(state.replay, steps))
-
-    state = add(state, np.arange(1, 31))
+    state = add_numbered(alg, state, np.arange(1, 31))
     state = alg.cut_episodes_off(state)
-    state = add(state, np.arange(101, 131))
+    state = add_numbered(alg, state, np.arange(101, 131))
+
     transitions = windows_around(alg, state, first_row=10, num_rows=25)
     for i in range(25):
         # The window's newest observation in the first stack is that of row i + 11.
@@ -375,6 +385,7 @@ def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_mai
     said = f"{folder}: training has diverged, parameters are not finite at step 60"
     assert err == f"error: {said}\n"
     assert code == 1
+
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "40"]
     run, args = checkpoints.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     alg, _ = dqn_jax.set_up(args, run)

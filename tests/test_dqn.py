@@ -98,33 +98,37 @@ def after_convolutions(height, width):
     return int(np.prod(x.shape))
 
 
-def test_shapes_of_observations():
-    """Images of 36x36 and more keep their form, with the channels last; others are flattened."""
-    forms = {
-        (36, 36): (36, 36, 1),
-        (84, 84): (84, 84, 1),
-        (36, 40, 3): (36, 40, 3),
-        (40, 36, 12): (40, 36, 12),
-        (4, 36, 40): (36, 40, 4),
-        (1, 84, 84): (84, 84, 1),
-        (2, 3, 36, 40): (36, 40, 6),
-        (4, 84, 84, 1): (84, 84, 4),
-    }
-    flat = [(128,), (8, 8), (35, 40), (40, 35), (40, 35, 3), (4, 35, 36), (2, 3, 35, 36)]
-    for shape in [*forms, *flat]:
-        size = int(np.prod(shape))
-        perceptron = [(size, 120), (120, 84), (84, 2)]
-        assert kernels(shape, jnp.float32) == perceptron, shape
-        if shape in flat:
-            assert kernels(shape, jnp.uint8) == perceptron, shape
-            continue
-        height, width, channels = forms[shape]
+IMAGES = {  # shapes of observations, and what they are with the channels last
+    (36, 36): (36, 36, 1),
+    (84, 84): (84, 84, 1),
+    (36, 40, 3): (36, 40, 3),
+    (40, 36, 12): (40, 36, 12),
+    (4, 36, 40): (36, 40, 4),
+    (1, 84, 84): (84, 84, 1),
+    (2, 3, 36, 40): (36, 40, 6),
+    (4, 84, 84, 1): (84, 84, 4),
+}
+NO_IMAGES = [(128,), (8, 8), (35, 40), (40, 35), (40, 35, 3), (4, 35, 36), (2, 3, 35, 36)]
+
+
+def test_images_of_36x36_and_more_go_through_convolutions_with_the_channels_last():
+    for shape, (height, width, channels) in IMAGES.items():
         x = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
         out = jax.eval_shape(images.channels_last, x)
         assert (out.shape, out.dtype) == ((2, height, width, channels), jnp.float32), shape
+
         features = after_convolutions(height, width)
         convolutions = [(64 * channels, 32), (512, 64), (576, 64), (features, 512), (512, 2)]
         assert kernels(shape, jnp.uint8) == convolutions, shape
+
+
+def test_floats_and_smaller_images_are_flattened():
+    for shape in [*IMAGES, *NO_IMAGES]:
+        size = int(np.prod(shape))
+        perceptron = [(size, 120), (120, 84), (84, 2)]
+        assert kernels(shape, jnp.float32) == perceptron, shape
+        if shape in NO_IMAGES:
+            assert kernels(shape, jnp.uint8) == perceptron, shape
 
 
 def test_stacked_frames_become_channels_and_other_observations_are_the_numbers_that_they_are():
@@ -153,7 +157,7 @@ def test_stacked_frames_become_channels_and_other_observations_are_the_numbers_t
         ("ProbeImage-v0", [(256, 32), (512, 64), (576, 64), (64, 512), (512, 2)]),
     ],
 )
-def test_network_of_an_environment(env_id, layers):
+def test_an_environment_gets_the_network_for_its_observations(env_id, layers):
     space = gym.make(env_id).observation_space
     assert kernels(space.shape, space.dtype) == layers
 
@@ -170,6 +174,17 @@ class FlaxNatureCNN(nn.Module):
         return nn.Dense(3, name="Dense_4")(x)
 
 
+def as_flax_kernel(kernel, size, stride):
+    """A kernel of ours as flax has it, [size, size, in, out].
+
+    Ours goes through the window by blocks of stride by stride pixels, that of flax by rows.
+    """
+    blocks = size // stride
+    outputs = kernel.shape[-1]
+    pixels = kernel.reshape(blocks, blocks, stride, stride, -1, outputs).swapaxes(1, 2)
+    return pixels.reshape(size, size, -1, outputs)
+
+
 @pytest.mark.parametrize("shape", [slow((44, 40, 4)), (43, 50, 3)])
 def test_convolutions_are_those_of_flax(shape):
     """With the same weights, also where the stride does not divide the height or the width.
@@ -182,11 +197,12 @@ def test_convolutions_are_those_of_flax(shape):
     params = random_params(network, x)["params"]
     same = {f"Dense_{i}": dict(layer) for i, layer in enumerate(in_order(params))}
     for i, (size, stride) in enumerate(((8, 4), (4, 2), (3, 1))):
-        kernel, k = np.asarray(same[f"Dense_{i}"]["kernel"]), size // stride
-        kernel = kernel.reshape(k, k, stride, stride, -1, kernel.shape[-1]).swapaxes(1, 2)
-        same[f"Dense_{i}"]["kernel"] = kernel.reshape(size, size, -1, kernel.shape[-1])
+        convolution = same[f"Dense_{i}"]
+        convolution["kernel"] = as_flax_kernel(np.asarray(convolution["kernel"]), size, stride)
+
     out = jax.jit(network.apply)({"params": params}, x)
     wanted = jax.jit(FlaxNatureCNN().apply)({"params": same}, x.astype(np.float32) / 255)
+
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
 
@@ -210,17 +226,28 @@ def windows_by_hand(valid=True):
     )
 
 
+def td_errors_by_hand(double_q):
+    """TD errors of the three windows if Q(1, .) is [1, 2], the target's [10, 4], and gamma 0.5.
+
+    Action 1 is best online, action 0 in the target network, which judges either of them.
+    Terminated: the reward alone. Truncated: bootstrapped as any other step.
+    """
+    bootstrap = 4.0 if double_q else 10.0
+    return np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
+
+
 @pytest.mark.parametrize("double_q", [False, True])
-def test_loss_by_hand(double_q):
-    """Terminated: the reward alone. Truncated: bootstrapped as any other step. Resets: nothing."""
+def test_loss_is_that_computed_by_hand(double_q):
+    """A row that only resets counts for nothing."""
     alg = linear(dqn_jax, Args(gamma=0.5, double_q=double_q))
     params = jnp.array([1.0, 2.0])
     target_params = jnp.array([10.0, 4.0])
+    batch = alg.to_transitions(windows_by_hand())
     grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
-    (loss, metrics), grad = grad_fn(params, target_params, alg.to_transitions(windows_by_hand()))
-    # Action 1 is best online, action 0 in the target network, which judges either of them.
-    bootstrap = 4.0 if double_q else 10.0
-    errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
+
+    (loss, metrics), grad = grad_fn(params, target_params, batch)
+
+    errors = td_errors_by_hand(double_q)
     assert loss == pytest.approx(np.mean(errors**2))
     assert metrics["losses/td_loss"] == loss
     assert metrics["losses/q_values"] == pytest.approx((1 + 2 + 1) / 3)
@@ -228,11 +255,15 @@ def test_loss_by_hand(double_q):
     np.testing.assert_allclose(grad, [-2 * (errors[0] + errors[2]) / 3, -2 * errors[1] / 3])
 
 
-def test_loss_without_a_valid_row():
+def test_loss_without_a_valid_row_is_0():
     alg = linear(dqn_jax, Args())
-    grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
+    params = jnp.array([1.0, 2.0])
+    target_params = jnp.array([10.0, 4.0])
     batch = alg.to_transitions(windows_by_hand(valid=False))
-    (loss, metrics), grad = grad_fn(jnp.array([1.0, 2.0]), jnp.array([10.0, 4.0]), batch)
+    grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
+
+    (loss, metrics), grad = grad_fn(params, target_params, batch)
+
     assert loss == 0
     assert metrics == {"losses/td_loss": 0, "losses/q_values": 0}
     np.testing.assert_array_equal(grad, np.zeros(2))
@@ -273,19 +304,22 @@ def train_without_gradients(args):
 
 def test_learning_starts_with_the_iteration_that_passes_learning_starts():
     args = Args(total_timesteps=320, num_envs=8, learning_starts=200)  # 40 steps an iteration
-    updates, metrics = train_without_gradients(args)
+
     # The iteration from step 160 to 200 ends where learning starts.
+    updates, metrics = train_without_gradients(args)
     np.testing.assert_array_equal(metrics["charts/gradient_steps"], [0, 0, 0, 0, 0, 4, 4, 4])
     assert updates == 12
     epsilon = 1 - np.minimum(np.arange(0, 320, 40) / 160, 1) * 0.95
     np.testing.assert_allclose(metrics["charts/epsilon"], epsilon, rtol=1e-6)
-    _, passes = train_without_gradients(replace(args, learning_starts=199))
-    np.testing.assert_array_equal(passes["charts/gradient_steps"], [0, 0, 0, 0, 4, 4, 4, 4])
+
+    # Here it passes it.
+    _, metrics = train_without_gradients(replace(args, learning_starts=199))
+    np.testing.assert_array_equal(metrics["charts/gradient_steps"], [0, 0, 0, 0, 4, 4, 4, 4])
 
 
 @pytest.mark.parametrize("num_envs", [1, 8, 64])
 @pytest.mark.parametrize("train_frequency", [1, 10, 16])
-def test_ratio_of_gradient_steps_to_environment_steps(num_envs, train_frequency):
+def test_gradient_steps_keep_their_ratio_to_environment_steps(num_envs, train_frequency):
     """One gradient step per train_frequency environment steps, whatever the number of them."""
     args = Args(total_timesteps=6_400, num_envs=num_envs, learning_starts=1_600)
     updates, metrics = train_without_gradients(replace(args, train_frequency=train_frequency))
@@ -330,16 +364,17 @@ def test_exploration_draws_anew_for_each_iteration_and_seed():
     assert_independent(noise >= 0, explore(0.3, key=1) >= 0)
 
 
-def test_exploration_at_its_bounds():
+def test_exploration_is_never_at_epsilon_0_and_always_at_epsilon_1():
     assert set(explore(0.0).ravel()) == {-1}
     assert set(explore(1.0).ravel()) == {0, 1, 2}
 
 
 def test_act_is_greedy_where_the_noise_says_so():
     alg = linear(dqn_jax, Args(num_envs=4), num_actions=3)
+    params = jnp.array([5.0, 7.0, 6.0])
     observation = np.array([[1.0], [-1.0], [1.0], [-1.0]], np.float32)
-    action = alg.act(jnp.array([5.0, 7.0, 6.0]), observation, np.array([-1, -1, 2, 1], np.int32))
-    np.testing.assert_array_equal(action, [1, 0, 2, 1])
+    noise = np.array([-1, -1, 2, 1], np.int32)
+    np.testing.assert_array_equal(alg.act(params, observation, noise), [1, 0, 2, 1])
     assert alg.no_noise == -1
 
 
@@ -372,8 +407,8 @@ def random_rollout(rng, steps, resetting, features=1, garbage=0.0):
 class PlainReplay:
     """All steps ever stored, as a list [row][environment]."""
 
-    def __init__(self):
-        self.rows = []
+    def __init__(self, rows=()):
+        self.rows = list(rows)
 
     def add(self, rollout):
         rollout = rollout._replace(next_observation=None)
@@ -436,7 +471,9 @@ def test_another_optimizer_knows_the_parameters_and_their_shapes(monkeypatch):
 
     draw = alg.replay.sample
     monkeypatch.setattr(alg, "replay", alg.replay._replace(sample=sample))
+
     state, metrics = jax.jit(alg.gradient_step)(state, jax.random.PRNGKey(0), 0)
+
     # Values 1 and 2 of the actions, targets 6, 2 and 8: the errors are 5, 0 and 7, the gradient of
     # the first action's weights -2 * (5 + 7) / 3 = -8, and 0 of the second one's.
     assert metrics["losses/td_loss"] == pytest.approx((25 + 49) / 3)
@@ -483,7 +520,25 @@ def test_a_metric_of_the_loss_has_a_chart(monkeypatch):
     losses = dict(scalars["losses/td_loss"])
     rows = dict(scalars["losses/rows"])
     assert rows.keys() == losses.keys() == {80, 100}
-    assert all(0 < count < 16 and count % 1 == 0 for count in rows.values())
+    for count in rows.values():
+        assert 0 < count < 16
+        assert count % 1 == 0
+
+
+def plain_gradient_step(params, target_params, transitions, double_q=False, weights=1.0):
+    """New parameters, TD errors, and values of the actions, of transitions that all count.
+
+    Q(s, a) is s * params[a], and the rate of gradient descent is 0.1.
+    """
+    observation, action, reward, discount, next_observation = transitions
+    rows = np.arange(len(action))
+    value = (observation * params)[rows, action]
+    next_q = next_observation * target_params
+    best = (next_observation * (params if double_q else target_params)).argmax(-1)
+    error = reward + discount * next_q[rows, best] - value
+    gradient = np.zeros(2)
+    np.add.at(gradient, action, -2 / len(rows) * weights * error * observation[:, 0])
+    return params - 0.1 * gradient, error, value
 
 
 @pytest.mark.parametrize(
@@ -493,7 +548,7 @@ def test_a_metric_of_the_loss_has_a_chart(monkeypatch):
         dict(n_step=3, target_network_frequency=4, tau=0.5, double_q=True, clip_rewards=True),
     ],
 )
-def test_train_step_against_a_plain_loop(flags):
+def test_train_step_is_what_a_plain_loop_gives(flags):
     """Stored, sampled, updated, target moved when it is due: one thing at a time.
 
     The buffer of 10 steps of 3 environments is overwritten; a step that only resets is garbage.
@@ -511,35 +566,27 @@ def test_train_step_against_a_plain_loop(flags):
     resetting = np.zeros(3, bool)
     updates = 0
     resets = 0
-    period = {10: 2, 4: 1}[args.target_network_frequency]
+    period = {10: 2, 4: 1}[args.target_network_frequency]  # gradient steps until the target moves
     for step in (0, 12, 24, 36):
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
         state, acting, metrics = train_step(state, rollout, key, step)
         reward = np.sign(rollout.reward) if args.clip_rewards else rollout.reward
         plain.add(rollout._replace(reward=reward))
-        keys = jax.random.split(jax.random.fold_in(key, step), 3)
-        for own_key in keys if step > 0 else []:
+        losses = [np.nan, np.nan]  # before learning starts
+        gradient_steps = 3 if step > 0 else 0
+        for own_key in jax.random.split(jax.random.fold_in(key, step), 3)[:gradient_steps]:
             drawn = alg.replay.sample(state.replay, own_key, 8).indices
             assert min(drawn) >= 3 * max(len(plain.rows) - 10, 0)  # what has not been overwritten
-            batch = plain.batch(drawn, 3, args.n_step, 0.9)
-            observation, action, reward, discount, following, valid = batch
-            rows = np.arange(valid.sum())
-            next_q = following * target_params
-            best = (following * (params if args.double_q else target_params)).argmax(-1)
-            value = (observation * params)[rows, action]
-            error = reward + discount * next_q[rows, best] - value
-            grad = np.zeros(2)
-            np.add.at(grad, action, -2 / len(rows) * error * observation[:, 0])
-            params = params - 0.1 * grad
+            *batch, valid = plain.batch(drawn, 3, args.n_step, 0.9)
+            params, error, value = plain_gradient_step(params, target_params, batch, args.double_q)
+            losses = [np.mean(error**2), value.mean()]
             updates += 1
             if updates % period == 0:
                 target_params = args.tau * params + (1 - args.tau) * target_params
             resets += (~valid).sum()
-        losses = [metrics["losses/td_loss"], metrics["losses/q_values"]]
-        if step > 0:  # of the last gradient step
-            np.testing.assert_allclose(losses, [np.mean(error**2), value.mean()], rtol=1e-4)
-        else:
-            np.testing.assert_array_equal(losses, [np.nan, np.nan])
+
+        got = [metrics["losses/td_loss"], metrics["losses/q_values"]]
+        np.testing.assert_allclose(got, losses, rtol=1e-4)
         np.testing.assert_allclose(state.params, params, rtol=1e-4)
         np.testing.assert_array_equal(acting, state.params)
         np.testing.assert_allclose(state.target_params, target_params, rtol=1e-4)
@@ -568,71 +615,107 @@ def test_rewards_are_learned_from_by_their_sign():
     assert scalars["charts/episodic_return"] == [102.5, -7.25]
 
 
-@pytest.mark.parametrize("n_step", [slow(1), 3])
-def test_no_window_goes_across_a_restart(n_step):
-    """Every window that is held, twice: where the environments went on, and where they started.
+def cut_by_hand(rows):
+    """Rows of which no episode goes on: the last one is lost, the one before it is cut off."""
+    *earlier, before_last, last = rows
+    goes_on = before_last.valid & ~before_last.terminated
+    assert goes_on.any()
+    no = np.zeros(6, bool)
+    cut_off = before_last._replace(truncated=goes_on)
+    lost = last._replace(valid=no, terminated=no, truncated=no)
+    return [*earlier, cut_off, lost]
 
-    Of the rows before a restart the last one is lost, and the one before it is cut off there.
+
+@pytest.fixture(scope="module", params=[slow(1), 3])
+def restart(request):
+    """A replay of 12 rows of 6 environments, of which it holds 10, before and after a restart.
+
+    `went_on` and `restarted` are the transitions of all windows that are held after 4 rows more,
+    where the environments went on and where they started anew; `rows` and `cut_rows` are all rows
+    of these, by hand.
     """
+    n_step = request.param
     args = Args(n_step=n_step, num_envs=6, train_frequency=24, batch_size=8, buffer_size=60)
     alg = linear(dqn_jax, replace(args, gamma=0.9))
     rng = np.random.default_rng(1)
-    state = state_of(alg, *np.zeros((2, 2), np.float32))
+    before = state_of(alg, *np.zeros((2, 2), np.float32))
     train_step = jax.jit(alg.train_step)
+    to_transitions = jax.jit(alg.to_transitions)
     key = jax.random.PRNGKey(0)
     resetting = np.zeros(6, bool)
     plain = PlainReplay()
     for _ in range(3):
         rollout, resetting = random_rollout(rng, 4, resetting)
-        state, _, _ = train_step(state, rollout, key, 0)
+        before, _, _ = train_step(before, rollout, key, 0)
         plain.add(rollout)
-    restarted = alg.cut_episodes_off(state)
-    goes_on = plain.rows[10].valid & ~plain.rows[10].terminated
-    assert goes_on.any()
-    cut = list(plain.rows)
-    cut[10] = cut[10]._replace(truncated=goes_on)
-    no = np.zeros(6, bool)
-    cut[11] = cut[11]._replace(valid=no, terminated=no, truncated=no)
-    held = np.arange(2, 12)  # rows, in the ring at their number modulo 10
-    wanted = jax.tree.map(lambda *x: np.stack(x), *[cut[row] for row in held])
-    stored = jax.tree.map(lambda x: np.asarray(x)[held % 10], restarted.replay.storage)
-    jax.tree.map(np.testing.assert_array_equal, stored, wanted)
-    same = restarted._replace(replay=restarted.replay._replace(storage=state.replay.storage))
-    jax.tree.map(np.testing.assert_array_equal, same, state)  # all else stays
+    after = alg.cut_episodes_off(before)
+    cut_rows = cut_by_hand(plain.rows)
 
     rollout, _ = random_rollout(rng, 4, np.zeros(6, bool))
     plain.add(rollout)
-    after_cut = PlainReplay()
-    after_cut.rows = [*cut, *plain.rows[12:]]
-    rows = range(6, 16 - n_step)  # of 16, the last 10 are held, and a window is n_step + 1 of them
-    indices = np.array([6 * row + i for row in rows for i in range(6)])
-    to_transitions = jax.jit(alg.to_transitions)
-    valid = []
-    for start, steps in ((state, plain), (restarted, after_cut)):
-        new, _, _ = train_step(start, rollout, key, 0)
-        batch = to_transitions(alg.replay.get(new.replay, indices))
-        *expected, is_valid = steps.batch(indices, 6, n_step, 0.9)
+    # Of 16 rows the last 10 are held, and a window is n_step + 1 of them.
+    first_rows = range(6, 16 - n_step)
+    indices = np.array([6 * row + i for row in first_rows for i in range(6)])
+
+    def transitions(state):
+        new, _, _ = train_step(state, rollout, key, 0)
+        return to_transitions(alg.replay.get(new.replay, indices))
+
+    return SimpleNamespace(
+        n_step=n_step,
+        before=before,
+        after=after,
+        indices=indices,
+        went_on=transitions(before),
+        restarted=transitions(after),
+        rows=plain.rows,
+        cut_rows=[*cut_rows, *plain.rows[12:]],
+    )
+
+
+def test_a_restart_loses_the_last_row_and_cuts_episodes_off_before_it(restart):
+    held = np.arange(2, 12)  # rows, in the ring at their number modulo 10
+    wanted = jax.tree.map(lambda *x: np.stack(x), *restart.cut_rows[2:12])
+    stored = jax.tree.map(lambda x: np.asarray(x)[held % 10], restart.after.replay.storage)
+    jax.tree.map(np.testing.assert_array_equal, stored, wanted)
+
+    # All else stays.
+    replay = restart.after.replay._replace(storage=restart.before.replay.storage)
+    same = restart.after._replace(replay=replay)
+    jax.tree.map(np.testing.assert_array_equal, same, restart.before)
+
+
+def test_no_window_goes_across_a_restart(restart):
+    """All windows that are held, where the environments went on and where they started anew."""
+    for batch, rows in ((restart.went_on, restart.rows), (restart.restarted, restart.cut_rows)):
+        plain = PlainReplay(rows)
+        *expected, is_valid = plain.batch(restart.indices, 6, restart.n_step, 0.9)
         np.testing.assert_array_equal(batch.valid, is_valid)
         for got, x in zip(batch, expected, strict=False):
             np.testing.assert_allclose(np.asarray(got)[is_valid], x, rtol=1e-5, atol=1e-6)
-        valid.append(is_valid)
-    row, environment = np.divmod(indices, 6)
-    counts = np.array([plain.rows[r].valid[i] for r, i in zip(row, environment, strict=True)])
-    assert (~counts).any()
-    assert counts[row == 11].any()
-    np.testing.assert_array_equal(valid[0], counts)
-    np.testing.assert_array_equal(valid[1], counts & (row != 11))  # only the last row is lost
-    # Those that reach the cut are bootstrapped from what was observed last.
+
+    # Only the last row before the restart is lost.
+    row, environment = np.divmod(restart.indices, 6)
+    stepped = np.stack([step.valid for step in restart.rows])[row, environment]
+    assert (~stepped).any()
+    assert stepped[row == 11].any()
+    np.testing.assert_array_equal(restart.went_on.valid, stepped)
+    np.testing.assert_array_equal(restart.restarted.valid, stepped & (row != 11))
+
+
+def test_windows_that_reach_a_restart_are_bootstrapped_from_what_was_observed_last(restart):
+    batch = restart.restarted
+    row, environment = np.divmod(restart.indices, 6)
     reaching = 0
-    for b in np.flatnonzero(valid[1] & (row < 11) & (row + n_step >= 11)):
+    for b in np.flatnonzero(batch.valid & (row < 11) & (row + restart.n_step >= 11)):
         i = environment[b]
-        until_cut = range(row[b], 11)
-        if any(plain.rows[r].terminated[i] or plain.rows[r].truncated[i] for r in until_cut):
+        until_cut = restart.rows[row[b] : 11]
+        if any(step.terminated[i] or step.truncated[i] for step in until_cut):
             continue
         reaching += 1
-        np.testing.assert_array_equal(batch.next_observation[b], plain.rows[11].observation[i])
+        np.testing.assert_array_equal(batch.next_observation[b], restart.rows[11].observation[i])
         assert batch.discount[b] == pytest.approx(0.9 ** len(until_cut))
-        total = sum(0.9**m * plain.rows[r].reward[i] for m, r in enumerate(until_cut))
+        total = sum(0.9**m * step.reward[i] for m, step in enumerate(until_cut))
         assert batch.reward[b] == pytest.approx(total, rel=1e-5)
     assert reaching > 1
 
@@ -676,12 +759,13 @@ def test_the_environment_is_the_same_at_any_number_of_them(
         assert is_native(envs) == (native_from is not None and n >= native_from), n
         if reward is not None:
             envs.reset(seed=0)
-            np.testing.assert_array_equal(envs.step(envs.action_space.sample())[1], [reward] * n)
+            _, rewards, *_ = envs.step(envs.action_space.sample())
+            np.testing.assert_array_equal(rewards, [reward] * n)
         envs.close()
 
 
 @pytest.mark.parametrize(
-    ("run", "message"),
+    ("flags", "message"),
     [
         (Run(env_id="CounterSameStep-v0"), "its autoreset_mode must be NEXT_STEP"),
         (Run(env_id="CartPole-v9"), "--env-id CartPole-v9 --env-kwargs '{}': "),
@@ -714,8 +798,9 @@ def test_the_environment_is_the_same_at_any_number_of_them(
         (Args(frame_stack=0), "frame_stack must be from 1 to .*, not 0"),
     ],
 )
-def test_mistakes_in_flags_are_found_before_training(run, message, tmp_path):
-    args, run = (run, Run()) if isinstance(run, Args) else (Args(), run)
+def test_mistakes_in_flags_are_found_before_training(flags, message, tmp_path):
+    args = flags if isinstance(flags, Args) else Args()
+    run = flags if isinstance(flags, Run) else Run()
     with pytest.raises(UsageError, match=message):
         train(args, run)
     assert not (tmp_path / "runs").exists()
@@ -758,48 +843,73 @@ def alone(seed, actions):
     return steps
 
 
-def test_collector_against_environments_stepped_alone():
-    """All of every step, over rollouts, with and without exploration."""
-    n = 3
-    alg = linear(dqn_jax, Args(num_envs=n, train_frequency=18), features=3, num_actions=3)
-    assert alg.rollout_shape == (6, n)
+@pytest.fixture(scope="module")
+def counters():
+    """Five rollouts [6, 3] of Counter with and without exploration, and one of all their steps."""
+    alg = linear(dqn_jax, Args(num_envs=3, train_frequency=18), features=3, num_actions=3)
+    assert alg.rollout_shape == (6, 3)
     rng = np.random.default_rng(0)
     params = jnp.asarray(rng.normal(size=9), jnp.float32)
-    noises = [rng.integers(-1, 3, size=(6, n), dtype=np.int32) for _ in range(5)]
-    envs = dqn_jax.make_envs(alg.args, Run(env_id="Counter-v0"), n)
-    collected, states, _ = collect(alg, envs, params, noises, seed=5)
-    for before, after in pairwise(collected):
+    noises = [rng.integers(-1, 3, size=(6, 3), dtype=np.int32) for _ in range(5)]
+    envs = dqn_jax.make_envs(alg.args, Run(env_id="Counter-v0"), 3)
+    rollouts, states, _ = collect(alg, envs, params, noises, seed=5)
+    steps = jax.tree.map(lambda *x: np.concatenate(x), *rollouts)
+    last = rollouts[-1].next_observation
+    return SimpleNamespace(
+        rollouts=rollouts,
+        states=states,
+        steps=steps._replace(next_observation=np.concatenate([steps.observation[1:], last[None]])),
+        greedy=(steps.observation @ np.asarray(params).reshape(3, 3)).argmax(-1),
+        noise=np.concatenate(noises),
+    )
+
+
+def test_collected_arrays_have_the_dtypes_of_a_step(counters):
+    for rollout in counters.rollouts:
+        assert {name: x.dtype for name, x in rollout._asdict().items()} == {
+            "observation": np.float32,
+            "action": np.int32,
+            "reward": np.float32,
+            "terminated": bool,
+            "truncated": bool,
+            "valid": bool,
+            "next_observation": np.float32,
+        }
+
+
+def test_a_rollout_begins_where_the_last_one_ended(counters):
+    for before, after in pairwise(counters.rollouts):
         np.testing.assert_array_equal(before.next_observation, after.observation[0])
-    resetting = [~state.valid for state in states[:-1]]
-    np.testing.assert_array_equal(resetting, np.outer([0, 1, 0, 0, 1], [1] * n))
-    rollout = jax.tree.map(lambda *x: np.concatenate(x), *collected)
-    noise = np.concatenate(noises)
-    assert {name: x.dtype for name, x in rollout._asdict().items()} == {
-        "observation": np.float32,
-        "action": np.int32,
-        "reward": np.float32,
-        "terminated": bool,
-        "truncated": bool,
-        "valid": bool,
-        "next_observation": np.float32,
-    }
-    greedy = (rollout.observation @ np.asarray(params).reshape(3, 3)).argmax(-1)
-    np.testing.assert_array_equal(rollout.action, np.where(noise < 0, greedy, noise))
-    following = np.concatenate([rollout.observation[1:], collected[-1].next_observation[None]])
-    done = rollout.terminated | rollout.truncated
-    np.testing.assert_array_equal(rollout.valid[1:], ~done[:-1])  # the step after an end resets
-    assert rollout.valid[0].all()
-    np.testing.assert_array_equal(states[-1].valid, ~done[-1])
-    np.testing.assert_array_equal(states[-1].observation, collected[-1].next_observation)
-    assert (rollout.reward[~rollout.valid] == 0).all()
-    rollout = rollout._replace(next_observation=following)
-    for i in range(n):
-        kept = [jax.tree.map(lambda x, t=t, i=i: x[t, i], rollout) for t in range(len(noise))]
-        kept = [step for step in kept if step.valid]
-        assert sum(step.terminated for step in kept) > 1
-        assert sum(step.truncated for step in kept) > 1
-        wanted = alone(5 + i, [step.action for step in kept])
-        for got, expected in zip(kept, wanted, strict=True):
+    after = counters.states[-1]
+    np.testing.assert_array_equal(after.observation, counters.rollouts[-1].next_observation)
+
+
+def test_collected_actions_are_greedy_where_the_noise_says_so(counters):
+    wanted = np.where(counters.noise < 0, counters.greedy, counters.noise)
+    np.testing.assert_array_equal(counters.steps.action, wanted)
+
+
+def test_the_step_after_an_end_only_resets(counters):
+    """Also over the bounds of rollouts; its reward is 0."""
+    steps = counters.steps
+    done = steps.terminated | steps.truncated
+    assert steps.valid[0].all()
+    np.testing.assert_array_equal(steps.valid[1:], ~done[:-1])
+    np.testing.assert_array_equal(counters.states[-1].valid, ~done[-1])
+    assert (steps.reward[~steps.valid] == 0).all()
+    begins_with_a_reset = [~state.valid for state in counters.states[:-1]]
+    np.testing.assert_array_equal(begins_with_a_reset, np.outer([0, 1, 0, 0, 1], [1, 1, 1]))
+
+
+def test_collected_steps_are_those_of_environments_stepped_alone(counters):
+    """All of every step, over rollouts."""
+    for i in range(3):
+        every_step = [jax.tree.map(lambda x, t=t, i=i: x[t, i], counters.steps) for t in range(30)]
+        steps = [step for step in every_step if step.valid]
+        assert sum(step.terminated for step in steps) > 1
+        assert sum(step.truncated for step in steps) > 1
+        wanted = alone(5 + i, [step.action for step in steps])
+        for got, expected in zip(steps, wanted, strict=True):
             jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
@@ -830,18 +940,21 @@ def test_cartpole_is_collected_without_a_loss(num_envs):
     envs = dqn_jax.make_envs(alg.args, Run(), num_envs)
     assert is_native(envs) == (num_envs == 4)
     noise = np.random.default_rng(0).integers(2, size=(steps, num_envs), dtype=np.int32)
+
     (rollout,), _, _ = collect(alg, envs, jnp.zeros(8), [noise], seed=0)
-    np.testing.assert_array_equal(rollout.reward, rollout.valid)
+
+    valid = rollout.valid
+    np.testing.assert_array_equal(rollout.reward, valid)
     done = (rollout.terminated | rollout.truncated)[:-1]
     assert done.sum() > 20
-    np.testing.assert_array_equal(rollout.valid[1:], ~done)
-    last = np.abs(rollout.observation[1:][done])
-    assert ((last[:, 2] > 0.2095) | (last[:, 0] > 2.4)).all()
+    np.testing.assert_array_equal(valid[1:], ~done)
+    position, _, angle, _ = np.abs(rollout.observation[1:][done]).T
+    assert ((angle > 0.2095) | (position > 2.4)).all()
     # Position and angle move on by 0.02 s times their speeds.
-    following = np.concatenate([rollout.observation[1:], rollout.next_observation[None]])
+    next_observation = np.concatenate([rollout.observation[1:], rollout.next_observation[None]])
     moved = rollout.observation[..., [0, 2]] + 0.02 * rollout.observation[..., [1, 3]]
-    steps = rollout.valid
-    np.testing.assert_allclose(following[..., [0, 2]][steps], moved[steps], rtol=1e-4, atol=1e-6)
+    after = next_observation[..., [0, 2]]
+    np.testing.assert_allclose(after[valid], moved[valid], rtol=1e-4, atol=1e-6)
 
 
 def test_episodes_are_counted_as_in_a_plain_loop():
@@ -873,29 +986,32 @@ def test_episodes_are_counted_as_in_a_plain_loop():
 
 def test_a_point_has_means_of_what_was_counted_since_the_last_one(monkeypatch):
     """And no chart of episodes where none ended."""
-    written = []
-    monkeypatch.setattr(dqn_jax, "write_metrics", lambda *point: written.append(point[1:]))
-    bar = SimpleNamespace(disable=False, n=0, set_postfix_str=written.append)
+    points = []
+    texts = []
+    monkeypatch.setattr(dqn_jax, "write_metrics", lambda _, *point: points.append(point))
+    bar = SimpleNamespace(disable=False, n=0, set_postfix_str=texts.append)
     scalars = defaultdict(list)
     log = dqn_jax.Log(None, None, bar, 0, 0.0, None, None, scalars, deque(maxlen=3), ())
+
     scalars["charts/episodic_return"] += [1.0, 2.0, 6.0]
     scalars["charts/episodic_length"] += [4.0, 4.0, 7.0]
     dqn_jax.write_point(log, 100, {"losses/td_loss": 0.5})
     dqn_jax.write_point(log, 200, {})
     scalars["charts/episodic_return"] += [10.0]
     dqn_jax.write_point(log, 300, {})
-    (first, _, second, _, third, shown) = written
-    assert first[0] == 100
-    assert first[1].pop("charts/SPS") > 0
-    assert first[1] == {
+
+    assert [step for step, _ in points] == [100, 200, 300]
+    first, second, third = [metrics for _, metrics in points]
+    assert first.pop("charts/SPS") > 0
+    assert first == {
         "losses/td_loss": 0.5,
         "charts/episodic_return": 3,
         "charts/episodic_length": 5,
     }
-    assert second[1].keys() == {"charts/SPS"}
-    assert third[1]["charts/episodic_return"] == 10
+    assert second.keys() == {"charts/SPS"}
+    assert third["charts/episodic_return"] == 10
     assert list(log.recent) == [2, 6, 10]
-    assert shown == "return 6"
+    assert texts[-1] == "return 6"
     assert bar.n == 300
 
 
@@ -904,6 +1020,7 @@ def test_a_point_has_means_of_what_was_counted_since_the_last_one(monkeypatch):
 
 SHORT = Args(total_timesteps=3_000, learning_starts=600)
 SHORT_RUN = Run(log_interval=500, eval_episodes=0)
+LEARNING_TAGS = {"charts/epsilon", "charts/gradient_steps", "losses/td_loss", "losses/q_values"}
 
 
 @pytest.fixture(scope="module", params=[slow(1), 8])
@@ -918,19 +1035,26 @@ def two_runs(request, tmp_path_factory):
     return args, runs
 
 
-def test_same_seed_same_run(two_runs):
+def test_the_same_seed_makes_the_same_run(two_runs):
     """The same parameters, the same replay, the same events."""
-    args, (first, second) = two_runs
-    jax.tree.map(np.testing.assert_array_equal, first[0], second[0])
-    np.testing.assert_array_equal(first[1], second[1])
-    scalars, _ = read_events(first[2])
-    others, _ = read_events(second[2])
-    assert scalars.pop("charts/SPS") != others.pop("charts/SPS")
-    assert scalars == others
-    other = train(args, replace(SHORT_RUN, seed=2))
-    kernels = [run[0].params["params"]["Dense_0"]["kernel"] for run in (first, other)]
-    assert (kernels[0] != kernels[1]).any()
-    assert other[1] != first[1]
+    _, (first, second) = two_runs
+    state, returns, folder = first
+    same_state, same_returns, same_folder = second
+    jax.tree.map(np.testing.assert_array_equal, state, same_state)
+    np.testing.assert_array_equal(returns, same_returns)
+
+    scalars, _ = read_events(folder)
+    same_scalars, _ = read_events(same_folder)
+    assert scalars.pop("charts/SPS") != same_scalars.pop("charts/SPS")
+    assert scalars == same_scalars
+
+
+def test_another_seed_makes_another_run(two_runs):
+    args, ((state, returns, _), _) = two_runs
+    other_state, other_returns, _ = train(args, replace(SHORT_RUN, seed=2))
+    kernel = state.params["params"]["Dense_0"]["kernel"]
+    assert (other_state.params["params"]["Dense_0"]["kernel"] != kernel).any()
+    assert other_returns != returns
 
 
 def plain_run(args):
@@ -964,40 +1088,65 @@ def plain_run(args):
     return state, ended, metrics
 
 
-def test_run_against_a_plain_loop(two_runs):
-    """What is learned, and the charts of it, whose losses are of the iteration before the last."""
-    args, ((learned, returns, folder), _) = two_runs
-    state, ended, metrics = plain_run(args)
-    jax.tree.map(np.testing.assert_array_equal, learned, state)
+@pytest.fixture(scope="module")
+def run(two_runs):
+    """The first of two runs, what a plain loop gives, and the steps of the points of its charts."""
+    args, ((state, returns, folder), _) = two_runs
+    plain_state, ended, metrics = plain_run(args)
     size = np.lcm(args.num_envs, 10)
-    points = [-(-step // size) * size for step in range(500, 3_001, 500)]
-    scalars, text = read_events(folder)
-    charted = scalars.pop("charts/episodic_return")
-    means = []
-    for begin, end in pairwise([0, *points]):
-        means.append(np.mean([total for step, total in ended if begin < step <= end]))
-    assert charted == [(s, pytest.approx(x)) for s, x in zip(points, means, strict=True)]
-    assert scalars.pop("charts/episodic_length") == charted  # CartPole pays 1 a step
-    speed = scalars.pop("charts/SPS")
-    assert [step for step, value in speed if value > 0] == points
-    assert set(scalars) == {
-        "charts/epsilon",
-        "charts/gradient_steps",
-        "losses/td_loss",
-        "losses/q_values",
-    }
-    for tag, values in scalars.items():  # without losses before there is a gradient step
-        wanted = [(s, float(metrics[s - size][tag])) for s in points]
-        wanted = [(s, pytest.approx(x, rel=1e-6)) for s, x in wanted if not np.isnan(x)]
-        assert values == wanted, tag
+    return SimpleNamespace(
+        state=state,
+        returns=returns,
+        folder=folder,
+        plain_state=plain_state,
+        ended=ended,
+        metrics=metrics,
+        steps_per_iteration=size,
+        points=[-(-step // size) * size for step in range(500, 3_001, 500)],
+    )
+
+
+def test_a_run_learns_what_a_plain_loop_does(run):
+    jax.tree.map(np.testing.assert_array_equal, run.state, run.plain_state)
+    # One gradient step per 10 steps, from the iteration on that passes learning_starts.
+    updates = (3_000 - 600) // 10
+    assert int(run.state.updates) == int(run.state.opt_state[0].count) == updates
+    # The figure at the end: the mean of the last 100 episodes.
+    assert len(run.ended) > 100
+    last_returns = [total for _, total in run.ended[-100:]]
+    np.testing.assert_allclose(run.returns, [np.mean(last_returns)])
+
+
+def test_charts_of_episodes_have_the_means_of_those_since_the_last_point(run):
+    scalars, _ = read_events(run.folder)
+    charted = scalars["charts/episodic_return"]
+    assert [step for step, _ in charted] == run.points
+    begin = 0
+    for end, mean in charted:
+        returns = [total for step, total in run.ended if begin < step <= end]
+        assert mean == pytest.approx(np.mean(returns))
+        begin = end
+    assert scalars["charts/episodic_length"] == charted  # CartPole pays 1 a step
+
+
+def test_charts_of_learning_are_of_the_iteration_before_the_last(run):
+    """And the flags are there as a text."""
+    scalars, text = read_events(run.folder)
+    for tag in LEARNING_TAGS:
+        wanted = []
+        for step in run.points:
+            value = float(run.metrics[step - run.steps_per_iteration][tag])
+            if not np.isnan(value):  # there are no losses before there is a gradient step
+                wanted.append((step, pytest.approx(value, rel=1e-6)))
+        assert scalars[tag] == wanted, tag
     assert len(scalars["losses/td_loss"]) == 5
+
+    speed = scalars["charts/SPS"]
+    assert [step for step, value in speed if value > 0] == run.points
+    others = {"charts/SPS", "charts/episodic_return", "charts/episodic_length"}
+    assert set(scalars) == LEARNING_TAGS | others
     assert "|learning_starts|600|" in text
     assert "|env_id|CartPole-v1|" in text
-    # The figure at the end: the mean of the last 100 episodes.
-    assert len(ended) > 100
-    np.testing.assert_allclose(returns, [np.mean([total for _, total in ended[-100:]])])
-    # One gradient step per 10 steps, from the iteration on that passes learning_starts.
-    assert int(learned.updates) == int(learned.opt_state[0].count) == (3_000 - 600) // 10
 
 
 # ------------------------------------------------------------------------------------- the learning
@@ -1037,7 +1186,7 @@ def learned_q(module, env_id, observations, args, **flags):
         ("Probe-truncation-v0", [[0.0]], [[2.0, 2.0]]),  # 1 / (1 - gamma): a cut is not an end
     ],
 )
-def test_probe_values(env_id, observations, values):
+def test_probe_values_are_learned(env_id, observations, values):
     _, q = learned_q(dqn_jax, env_id, np.array(observations, np.float32), PROBE)
     np.testing.assert_allclose(q, values, atol=0.01)
 
@@ -1045,20 +1194,20 @@ def test_probe_values(env_id, observations, values):
 @pytest.mark.parametrize(
     ("env_id", "value"), [("Probe-truncation-v0", 2.0), slow("Probe-discount-v0", 0.5)]
 )
-def test_n_step_probe_values(env_id, value):
+def test_probe_values_are_learned_from_n_steps(env_id, value):
     """Ends of both kinds within three steps leave the values what they are with one."""
     _, q = learned_q(dqn_jax, env_id, VECTOR[None], PROBE, n_step=3)
     np.testing.assert_allclose(q, value, atol=0.01)
 
 
 @pytest.mark.slow
-def test_probe_value_with_double_q_and_soft_target():
+def test_a_probe_value_is_learned_with_double_q_and_soft_target():
     flags = dict(double_q=True, tau=0.5)
     _, q = learned_q(dqn_jax, "Probe-truncation-v0", VECTOR[None], PROBE, **flags)
     np.testing.assert_allclose(q, 2.0, atol=0.01)
 
 
-def test_image_probe():
+def test_an_image_probe_is_learned():
     """uint8 images go through the Nature CNN, stay uint8 in the buffer, and can be learned from."""
     black = np.zeros((4, 36, 36), np.uint8)
     white = np.full((4, 36, 36), 255, np.uint8)

@@ -38,17 +38,8 @@ def assert_same_rows(steps, held):
         np.testing.assert_array_equal(getattr(steps, name), rows, err_msg=name)
 
 
-@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
-def test_all_steps_are_kept_beyond_the_ring(module):
-    args = module.Args(total_timesteps=400, buffer_size=100, **FLAGS)
-    state, _, folder = module.train(args, module.Run(**COUNTER))
-    vault = vault_of(module, args, folder)
-    assert len(vault) == 200
-    newest = np.arange(150, 200) % 50
-    held = jax.tree.map(lambda x: x[newest], state.replay.storage)
-    assert_same_rows(vault.read(150, 200), held)
-    # In Counter-v0 the first two numbers tell the episode and the step in it.
-    steps = vault.read(0, 200)
+def assert_no_step_of_counter_is_missing(steps):
+    """Counter-v0 observes its episode and the step in it; the reward of a step is its number."""
     episode = steps.observation[:, 0, 0]
     step = steps.observation[:, 0, 1]
     begins = np.flatnonzero(~steps.valid[:, 0]) + 1
@@ -56,6 +47,18 @@ def test_all_steps_are_kept_beyond_the_ring(module):
     np.testing.assert_array_equal(step[begins[:-1]], 0)
     before = steps.observation[..., 1]
     np.testing.assert_array_equal(steps.reward[steps.valid], before[steps.valid] + 1)
+
+
+@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
+def test_all_steps_are_kept_beyond_the_ring(module):
+    args = module.Args(total_timesteps=400, buffer_size=100, **FLAGS)
+    state, _, folder = module.train(args, module.Run(**COUNTER))
+    vault = vault_of(module, args, folder)
+    assert len(vault) == 200
+    in_the_ring = np.arange(150, 200) % 50
+    held = jax.tree.map(lambda x: x[in_the_ring], state.replay.storage)
+    assert_same_rows(vault.read(150, 200), held)
+    assert_no_step_of_counter_is_missing(vault.read(0, 200))
 
 
 @pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
@@ -81,12 +84,14 @@ def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
     _, _, folder = dqn_jax.train(args, dqn_jax.Run(**run))
     (folder / "checkpoints" / "200").rename(tmp_path / "lost")  # as if it had been killed at 180
     before = jax.tree.map(np.copy, vault_of(dqn_jax, args, folder).read(0, 50))
+
     longer = dqn_jax.Args(total_timesteps=300, **flags)
     state, _, _ = dqn_jax.train(longer, dqn_jax.Run(resume=str(folder), **run))
     vault = vault_of(dqn_jax, args, folder)
     assert len(vault) == 150
     held = jax.tree.map(lambda x: x[:150], state.replay.storage)
     assert_same_rows(vault.read(0, 150), held)
+
     # The last row before the cut only resets, and the one before it cuts its episode off: so no
     # window goes on past the cut, and no other row is lost.
     goes_on = before.valid[48] & ~before.terminated[48]
@@ -115,17 +120,21 @@ def test_it_goes_on_after_a_resume_with_many_steps():
 
 @pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
 def test_all_steps_of_a_compiled_agent_are_kept(module):
-    run = dict(env_id="phys2d/CartPole-v1", log_interval=100, eval_episodes=0)
     args = module.Args(total_timesteps=400, buffer_size=200, **FLAGS)
-    state, _, folder = module.train(args, module.Run(**run))
-    storage = jax.tree.map(lambda x: x[0], state.replay.storage)  # that of the first agent
+    run = module.Run(env_id="phys2d/CartPole-v1", log_interval=100, eval_episodes=0)
+    state, _, folder = module.train(args, run)
     space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     alg = module.Algorithm(args, space, gym.spaces.Discrete(2))
     vault = Vault(folder / "experience", alg.stored, 2, create=False)
     assert len(vault) == 200
-    assert_same_rows(vault.read(100, 200), storage)
-    about = {"env_id": "phys2d/CartPole-v1", "env_kwargs": {}, "seed": 1}
-    assert vault.about == about | {"script": module.__name__}
+    of_the_first_agent = jax.tree.map(lambda x: x[0], state.replay.storage)
+    assert_same_rows(vault.read(100, 200), of_the_first_agent)
+    assert vault.about == {
+        "env_id": "phys2d/CartPole-v1",
+        "env_kwargs": {},
+        "seed": 1,
+        "script": module.__name__,
+    }
 
 
 def test_to_keep_that_of_many_agents_is_a_mistake():
@@ -139,7 +148,14 @@ def test_to_keep_that_of_many_agents_is_a_mistake():
 def test_of_a_stack_the_newest_frames_are_kept():
     args = dqn_jax.Args(total_timesteps=200, buffer_size=400, frame_stack=2, **FLAGS)
     state, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
-    item = dqn_jax.Step(np.zeros(3, np.float32), np.int32(0), np.float32(0), *[np.False_] * 3)
+    item = dqn_jax.Step(
+        observation=np.zeros(3, np.float32),  # one frame
+        action=np.int32(0),
+        reward=np.float32(0),
+        terminated=np.False_,
+        truncated=np.False_,
+        valid=np.False_,
+    )
     vault = Vault(folder / "experience", item, 2, create=False)
     assert len(vault) == 100
     held = jax.tree.map(lambda x: x[:100], state.replay.storage)

@@ -26,15 +26,16 @@ def test_stack_frames_is_what_a_loop_over_each_window_gives(count, length):
     rng = np.random.default_rng(0)
     frames = rng.integers(1, 255, (64, length, 2, 3), np.uint8)
     goes_on = rng.random((64, length)) < 0.7
+    stacks = length - count + 1
     got = jax.device_get(buffers.stack_frames(jnp.asarray(frames), count, jnp.asarray(goes_on)))
-    assert got.shape == (64, length - count + 1, count, 2, 3)
+    assert got.shape == (64, stacks, count, 2, 3)
     assert got.dtype == jnp.uint8
     for b in range(64):
-        for i in range(length - count + 1):
-            last = i + count - 1
-            for j in range(count):
-                is_same_episode = goes_on[b, i + j : last].all()
-                np.testing.assert_array_equal(got[b, i, j], frames[b, i + j] * is_same_episode)
+        for i in range(stacks):
+            newest = i + count - 1
+            for t in range(i, newest + 1):
+                is_same_episode = goes_on[b, t:newest].all()
+                np.testing.assert_array_equal(got[b, i, t - i], frames[b, t] * is_same_episode)
 
 
 def test_a_stack_of_one_is_the_frame():
@@ -49,60 +50,77 @@ def atari(stack):
     )
 
 
-@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax)])
-def test_acting_and_learning_see_what_atari_stacks(script):
-    """Step by step, across resets and the write position."""
+@pytest.fixture(scope="module", params=[dqn_jax, slow(per_dqn_jax)])
+def breakout(request):
+    """Rollouts of two environments whose frames we stack, and what Atari stacks at each step."""
+    script = request.param
     args = script.Args(num_envs=2, frame_stack=4, buffer_size=200, learning_starts=128)
     single = images.FrameStack(atari(1), 4)
-    stacked = atari(4)
     assert single.single_observation_space.shape == (4, 1, 84, 84)
     assert single.observation_space.shape == (2, 4, 1, 84, 84)
     alg = script.Algorithm(args, single.single_observation_space, gym.spaces.Discrete(4))
     state = jax.jit(alg.init)(KEY)
     params = alg.acting_params(state)
-    replay = state.replay
-    add = jax.jit(lambda replay, rollout: alg.replay.add_batch(replay, rollout))
     observation, _ = single.reset(seed=3)
     env_state = script.EnvState(observation, np.ones(2, bool), np.zeros((2, 2)))
     log = SimpleNamespace(scalars=defaultdict(list))
-    expected = [np.copy(stacked.reset(seed=3)[0])]
-    episodes = 0
+    stacked = atari(4)
+    observation, _ = stacked.reset(seed=3)
+    native = [observation.copy()]
+    rollouts = []
     rng = np.random.default_rng(0)
     for _ in range(300 // alg.rollout_shape[0]):
         noise = rng.integers(4, size=alg.rollout_shape)
         rollout, env_state = script.collect_rollout(alg, single, params, env_state, noise, log)
-        expected += [np.copy(stacked.step(action)[0]) for action in rollout.action]
-        observations = np.stack(expected[-1 - len(rollout.action) : -1])
-        np.testing.assert_array_equal(rollout.observation[:, :, :, 0], observations)
-        np.testing.assert_array_equal(rollout.next_observation[:, :, 0], expected[-1])
-        frames = rollout._replace(observation=rollout.observation[:, :, -1], next_observation=None)
-        replay = add(replay, frames)
-        episodes += (~rollout.valid).sum()
-    assert episodes >= 2
+        rollouts.append(rollout)
+        for action in rollout.action:
+            observation, *_ = stacked.step(action)
+            native.append(observation.copy())
+    assert sum((~rollout.valid).sum() for rollout in rollouts) >= 2  # episodes that ended
+    return SimpleNamespace(alg=alg, replay=state.replay, rollouts=rollouts, native=np.stack(native))
+
+
+def test_acting_sees_what_atari_stacks(breakout):
+    """Step by step, across resets."""
+    begin = 0
+    for rollout in breakout.rollouts:
+        end = begin + len(rollout.action)
+        np.testing.assert_array_equal(rollout.observation[:, :, :, 0], breakout.native[begin:end])
+        np.testing.assert_array_equal(rollout.next_observation[:, :, 0], breakout.native[end])
+        begin = end
+
+
+def test_learning_sees_what_atari_stacks(breakout):
+    """Across resets and the write position."""
+    add = jax.jit(breakout.alg.replay.add_batch)
+    replay = breakout.replay
+    for rollout in breakout.rollouts:
+        newest = rollout.observation[:, :, -1]
+        replay = add(replay, rollout._replace(observation=newest, next_observation=None))
     assert int(replay.size) == 100  # rows, a third of those added
-    sample = alg.replay.sample(replay, KEY, 512)
+    sample = breakout.alg.replay.sample(replay, KEY, 512)
     window = sample.experience
     stacks = buffers.stack_frames(window.observation, 4, window.valid)
+
     assert stacks.shape == (512, 2, 4, 1, 84, 84)
-    expected = np.stack(expected)
-    rows = np.asarray(sample.indices) // 2
-    envs = np.asarray(sample.indices) % 2
+    row, environment = np.divmod(np.asarray(sample.indices), 2)
     for i in (0, 1):
-        native = expected[rows + 3 + i, envs]
+        native = breakout.native[row + 3 + i, environment]
         np.testing.assert_array_equal(stacks[:, i, :, 0], native)
     assert not window.valid[:, 3:].all()  # some reach over the end of an episode
 
 
 def test_the_network_sees_the_channels_that_atari_stacks():
     stacks = np.random.default_rng(0).integers(255, size=(3, 4, 84, 84)).astype(np.uint8)
-    expected = images.channels_last(jnp.asarray(stacks))
-    assert expected.shape == (3, 84, 84, 4)
+    channels = images.channels_last(jnp.asarray(stacks))
+    assert channels.shape == (3, 84, 84, 4)
     network = dqn_jax.QNetwork(2)
     params = jax.jit(network.init)(KEY, stacks)
     apply = jax.jit(network.apply)
-    for other in (stacks[:, :, None], stacks[..., None]):
-        np.testing.assert_array_equal(images.channels_last(jnp.asarray(other)), expected)
-        np.testing.assert_array_equal(apply(params, other), apply(params, stacks))
+    q_values = apply(params, stacks)
+    for other in (stacks[:, :, None], stacks[..., None]):  # with an axis of the one channel
+        np.testing.assert_array_equal(images.channels_last(jnp.asarray(other)), channels)
+        np.testing.assert_array_equal(apply(params, other), q_values)
 
 
 @pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax), ppo_jax])
@@ -114,13 +132,15 @@ def test_functional_environments_stack_in_the_compiled_program(script):
     params = alg.acting_params(jax.jit(alg.init)(KEY))
     noise = alg.draw_noise(KEY, 0, (60, 4))
     _, rollout = jax.jit(envs.collect)(envs.reset(KEY, 4), params, noise, KEY)
-    frames = np.asarray(rollout.observation[:, :, -1])
+
+    newest = np.asarray(rollout.observation[:, :, -1])
     valid = np.asarray(rollout.valid)
     assert not valid.all()
     stack = np.zeros((4, 3, 4), np.float32)
     for t in range(60):
-        older = stack[:, 1:] * valid[t - 1][:, None, None] if t > 0 else stack[:, 1:]
-        stack = np.concatenate([older, frames[t][:, None]], axis=1)
+        if t > 0:
+            stack[~valid[t - 1]] = 0  # an episode begins, of which there are no older frames
+        stack = np.concatenate([stack[:, 1:], newest[t][:, None]], axis=1)
         np.testing.assert_array_equal(rollout.observation[t], stack)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints and runs that go on; what is left of a run that is stopped or fails."""
 
+import contextlib
 import json
 import os
 import signal
@@ -43,6 +44,12 @@ def checkpoint_steps(folder):
     return sorted(int(name) for name in names if name.isdigit())
 
 
+def logged_steps(folder, tag="charts/SPS"):
+    """The steps at which a run has points in a chart."""
+    scalars, _ = read_events(folder)
+    return [step for step, _ in scalars[tag]]
+
+
 def run_folder(parent):
     """The folder of the only run below this one."""
     (folder,) = Path(parent, "runs").iterdir()
@@ -59,12 +66,14 @@ def test_a_compiled_run_goes_on_bit_for_bit(module, flags, tmp_path, monkeypatch
     # The schedules depend on total_timesteps, so both halves have that of the whole.
     args = module.Args(total_timesteps=640, num_envs=4, **flags)
     whole, _, folder = module.train(args, module.Run(exp_name="whole", **run))
+
     step = 256 if module is ppo_jax else 320  # log intervals are whole iterations
     _, _, half = module.train(args, module.Run(exp_name="half", **run), signals_at(step))
     assert checkpoint_steps(half) == [step]
-    run = module.Run(exp_name="half", resume=str(half), **run)
-    resumed, _, same = module.train(args, run)
+    second_half = module.Run(exp_name="half", resume=str(half), **run)
+    resumed, _, same = module.train(args, second_half)
     assert same == half
+
     assert_equal_trees(whole, resumed)
     for name in (".", "seed_2"):
         expected, _ = read_events(folder / name)
@@ -80,14 +89,16 @@ def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path, monkeypa
     run = dict(env_id="environments:Counter-v0", log_interval=20, checkpoint_interval=100)
     args = dqn_jax.Args(total_timesteps=200, **flags)
     _, _, folder = dqn_jax.train(args, dqn_jax.Run(eval_episodes=0, **run))
+
     # As if it had been killed at step 180: the newest checkpoint is that of step 100.
     (folder / "checkpoints" / "200").rename(tmp_path / "lost")
     longer = dqn_jax.Args(total_timesteps=300, **flags)
     state, _, same = dqn_jax.train(longer, dqn_jax.Run(resume=str(folder), **run))
     assert same == folder
-    scalars, _ = read_events(folder)
+
     for tag in ("charts/epsilon", "charts/SPS", "charts/episodic_return"):
-        assert [step for step, _ in scalars[tag]] == list(range(20, 301, 20)), tag
+        assert logged_steps(folder, tag) == list(range(20, 301, 20)), tag
+    scalars, _ = read_events(folder)
     epsilon = [value for step, value in scalars["charts/epsilon"] if step > 100]
     # That of the iteration before the last one, which began 20 steps before the point.
     expected = np.interp(np.arange(100, 300, 20), [0, 150], [1.0, 0.05])
@@ -115,11 +126,10 @@ def test_what_is_saved_is_what_train_returns(tmp_path, monkeypatch):
     assert recent[:8] == [3.0, 3.0, 6.0, 6.0, 10.0, 10.0, 15.0, 15.0]
 
 
-@pytest.mark.parametrize("ends", ["in no row", "in the last row", "in the row before"])
-def test_no_window_goes_on_past_the_cut(ends):
-    """The environments start anew: the last row before it only resets, which no window starts at.
+def cut_after_ten_rows(ends):
+    """DQN of 3 steps with ten rows of an environment, cut off: its algorithm, the rows, the state.
 
-    The row before that one cuts its episode off, if it went on.
+    `ends` says where the last episode ends by itself.
     """
     args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, n_step=3)
     space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -136,25 +146,43 @@ def test_no_window_goes_on_past_the_cut(ends):
         steps.terminated[8] = True
         steps.valid[9] = False
     state = state._replace(replay=alg.replay.add_batch(state.replay, steps))
-    cut = alg.cut_episodes_off(state)
+    return alg, steps, alg.cut_episodes_off(state)
+
+
+ENDS = ["in no row", "in the last row", "in the row before"]
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_the_row_before_the_last_one_is_truncated_and_the_last_one_only_resets(ends):
+    """The row that is truncated is one whose episode went on."""
+    _, steps, cut = cut_after_ten_rows(ends)
     storage = jax.tree.map(lambda x: np.asarray(x)[:12, 0], cut.replay.storage)
-    np.testing.assert_array_equal(storage.valid, [True] * 9 + [False] * 3)
-    is_cut = ends != "in the row before"
-    np.testing.assert_array_equal(storage.truncated, [False] * 8 + [is_cut] + [False] * 3)
+    valid = [True] * 9 + [False] * 3
+    truncated = [False] * 12
+    truncated[8] = ends != "in the row before"
+    np.testing.assert_array_equal(storage.valid, valid)
+    np.testing.assert_array_equal(storage.truncated, truncated)
     np.testing.assert_array_equal(storage.terminated[:9], steps.terminated[:9, 0])
     np.testing.assert_array_equal(storage.observation[:10], steps.observation[:, 0])
-    # All windows that start before the last row count, and none goes past the cut.
-    anew = steps._replace(observation=steps.observation + 1_000)
-    replay = alg.replay.add_batch(cut.replay, anew)
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_no_window_goes_on_past_the_cut(ends):
+    """The environments start anew after it; no window starts at the row that only resets."""
+    alg, steps, cut = cut_after_ten_rows(ends)
+    rows_after = steps._replace(observation=steps.observation + 1_000)
+    replay = alg.replay.add_batch(cut.replay, rows_after)
     batch = alg.to_transitions(alg.replay.get(replay, np.arange(10)))
+
     np.testing.assert_array_equal(batch.valid, [True] * 9 + [False])
     assert batch.next_observation[:9].max() < 1_000
-    last = [steps.observation[min(row + 3, 9), 0] for row in range(9)]
+    # A window has three steps, or as many as there are before the last row.
+    lengths = np.minimum(3, 9 - np.arange(9))
+    last = steps.observation[np.arange(9) + lengths, 0]
     np.testing.assert_array_equal(batch.next_observation[:9], last)
-    lengths = [min(3, 9 - row) for row in range(9)]
-    discount = [args.gamma**length for length in lengths]
-    if not is_cut:
-        discount[6:] = [0.0] * 3
+    discount = alg.args.gamma**lengths
+    if ends == "in the row before":
+        discount[6:] = 0.0  # these windows reach the end of the episode
     np.testing.assert_allclose(batch.discount[:9], discount, rtol=1e-6)
 
 
@@ -184,11 +212,13 @@ def test_a_complete_run_is_evaluated_once_more_and_reports_the_same(run_main):
     assert "mean return of the last episodes" in reported
     before, _ = read_events(folder)
     flags = json.loads(Path(folder, "args.json").read_text())
+
     evaluation = ["--eval-episodes", "3", "--capture-video"]
     code, out, err = run_main(dqn_jax, "--resume", folder, *evaluation)
     assert code == 0, err
     assert "100 steps: return" in out
     assert last_line(out) == reported
+
     after, _ = read_events(folder)
     assert after.keys() == before.keys()
     for tag in before.keys() - {"eval/episodic_return"}:
@@ -207,8 +237,8 @@ def test_a_complete_compiled_run_reports_the_same_returns_of_each_agent(tmp_path
     args = per_dqn_jax.Args(total_timesteps=640, num_envs=4, **DQN_FLAGS)
     run = dict(env_id="environments:Chain-v0", num_seeds=2, log_interval=80, eval_episodes=2)
     state, returns, folder = per_dqn_jax.train(args, per_dqn_jax.Run(**run))
-    run = per_dqn_jax.Run(resume=str(folder), **run)
-    resumed, same_returns, _ = per_dqn_jax.train(args, run)
+    resumed_run = per_dqn_jax.Run(resume=str(folder), **run)
+    resumed, same_returns, _ = per_dqn_jax.train(args, resumed_run)
     assert np.isfinite(returns).all()
     assert returns.shape == (2,)
     np.testing.assert_array_equal(same_returns, returns)
@@ -226,6 +256,7 @@ def test_a_resume_takes_the_flags_of_the_folder_and_more_steps(run_main):
     folder = last_line(out).split(":")[0]
     started = json.loads(Path(folder, "args.json").read_text())
     assert started["args"]["gamma"] == 0.5
+
     flags = "--total-timesteps 120 --eval-episodes 1 --checkpoint-interval 50 --log-interval 10"
     code, _, err = run_main(dqn_jax, "--resume", folder, *flags.split())
     assert code == 0, err
@@ -233,9 +264,10 @@ def test_a_resume_takes_the_flags_of_the_folder_and_more_steps(run_main):
     assert saved["args"] == started["args"] | {"total_timesteps": 120}
     assert saved["run"] == started["run"]
     assert saved["run"]["resume"] == ""
-    scalars, table = read_events(folder)
-    assert [step for step, _ in scalars["charts/SPS"]] == [20, 40, 60, 80, 100, 110, 120]
-    assert [step for step, _ in scalars["eval/episodic_return"]] == [120]
+
+    assert logged_steps(folder) == [20, 40, 60, 80, 100, 110, 120]
+    assert logged_steps(folder, "eval/episodic_return") == [120]
+    _, table = read_events(folder)
     assert "|gamma|0.5|" in table
     assert f"|resume|{folder}|" in table
 
@@ -296,8 +328,7 @@ def test_a_signal_keeps_a_checkpoint_of_the_last_iteration(number, run_main, mon
     assert last_line(out).startswith(f"{folder.absolute()}: mean return of the last episodes")
     assert checkpoint_steps(folder) == [60]  # whole iterations of 10 steps
     resume_to(folder.absolute(), 200)
-    steps = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
-    assert steps == list(range(20, 201, 20))
+    assert logged_steps(folder) == list(range(20, 201, 20))
 
 
 def test_a_signal_in_training_from_python_ends_the_iteration(tmp_path, monkeypatch):
@@ -309,26 +340,38 @@ def test_a_signal_in_training_from_python_ends_the_iteration(tmp_path, monkeypat
     run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=2)
     _, _, folder = dqn_jax.train(args, run, signals)
     assert checkpoint_steps(folder) == [60]
+    assert logged_steps(folder) == [60]
     scalars, _ = read_events(folder)
-    assert [x for x, _ in scalars["charts/SPS"]] == [60]
     assert "eval/episodic_return" not in scalars
+
+
+def kill(process):
+    """Ends a process with SIGKILL, which it can do nothing about."""
+    process.kill()
+    _, err = process.communicate()
+    assert process.returncode == -signal.SIGKILL, err
 
 
 def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path, monkeypatch):
     process = start(tmp_path, "--total-timesteps", "20000", "--checkpoint-interval", "100", *SMALL)
     time.sleep(0.5)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    kill(process)
     folder = run_folder(tmp_path)
-    last, _ = read_events(folder)[0]["charts/SPS"][-1]
+    last = logged_steps(folder)[-1]
     newest = checkpoint_steps(folder)[-1]
     assert newest % 100 == 0
     assert last - newest <= 200  # and one of them may have been half written
     monkeypatch.chdir(tmp_path)
     resume_to(folder, newest + 40)
-    steps = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
-    assert steps == list(range(20, newest + 41, 20))
+    assert logged_steps(folder) == list(range(20, newest + 41, 20))
+
+
+def newest_checkpoint(folder):
+    """The step, the state and the last returns of the newest whole checkpoint of a run of DQN."""
+    run, args = checkpoints.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    alg, _ = dqn_jax.set_up(args, run)
+    like = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    return checkpoints.Checkpoints(folder).newest(like)
 
 
 @pytest.mark.slow
@@ -338,21 +381,15 @@ def test_killed_while_it_saves_a_run_goes_on_and_all_can_be_read(tmp_path):
     flags = ["--total-timesteps", "100000", *intervals.split(), *SMALL]
     random = np.random.default_rng(0)
     newest = 0
-    for kill in range(10):
+    for number in range(10):
         process = start(tmp_path, *flags)
         folder = run_folder(tmp_path)
         time.sleep(random.uniform(0, 0.5))
-        process.kill()
-        _, err = process.communicate()
-        assert process.returncode == -signal.SIGKILL, err
+        kill(process)
         flags = ["--resume", str(folder)]
 
-        alg, _ = dqn_jax.set_up(
-            *reversed(checkpoints.read_flags(folder, dqn_jax.Run, dqn_jax.Args))
-        )
-        like = jax.jit(alg.init)(jax.random.PRNGKey(0))
-        step, state, recent = checkpoints.Checkpoints(folder).newest(like)
-        assert step > newest, f"after kill {kill}"
+        step, state, recent = newest_checkpoint(folder)
+        assert step > newest, f"after kill {number}"
         assert step % 10 == 0
         newest = step
         # A row of the replay for each step, and gradient steps from step 50 on.
@@ -377,7 +414,7 @@ def test_a_failing_environment_is_named_and_keeps_a_checkpoint(tmp_path, monkeyp
     folder = run_folder(tmp_path)
     assert caught.value.__notes__ == [f"in environments:Failing-v0 at step 1280 of {folder}"]
     assert checkpoint_steps(folder) == [1280]
-    assert read_events(folder)[0]["losses/td_loss"][-1][0] == 1280
+    assert logged_steps(folder, "losses/td_loss")[-1] == 1280
 
 
 def test_of_a_failure_in_the_first_rollout_nothing_is_left_to_resume(tmp_path, monkeypatch):
@@ -407,6 +444,20 @@ FULL_DISKS = {
     "in the experience": ("300k", "--checkpoint-interval 0 --save-experience"),
 }
 USUAL = ("in the event file", "in the second checkpoint")
+WITH_A_CHECKPOINT = ("in the second checkpoint", "in the third checkpoint", "in the best agent")
+
+
+@contextlib.contextmanager
+def small_disk(folder, size):
+    """Makes this folder a disk of this size."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mount is not allowed here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of 600 kB is mounted")
@@ -415,11 +466,7 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(when, tmp_path, monkey
     """Of libraries that tell more the lines come before the last one."""
     size, flags = FULL_DISKS[when]
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mount is not allowed here")
-    try:
+    with small_disk(disk, size), monkeypatch.context() as patched:
         more = "--total-timesteps 50000 --eval-episodes 1"
         done = subprocess.run(
             [sys.executable, str(ROOT / "dqn_jax.py"), *SMALL, *more.split(), *flags.split()],
@@ -434,18 +481,14 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(when, tmp_path, monkey
         assert "no space left" in line.lower()
         folder = run_folder(disk)
         assert (folder / "args.json").stat().st_size > 0
-        saved = checkpoint_steps(folder) if (folder / "checkpoints").exists() else []
-        if when in ("in the second checkpoint", "in the third checkpoint", "in the best agent"):
-            newest = saved[-1]
+
+        if when in WITH_A_CHECKPOINT:
+            newest = checkpoint_steps(folder)[-1]
             assert newest in (500, 1000)
-            points = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
-            assert points[-1] >= newest
+            assert logged_steps(folder)[-1] >= newest
+            # With room on the disk the run goes on from there.
             subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
-            monkeypatch.chdir(disk)
+            patched.chdir(disk)
             resume_to(folder, newest + 200)
-            points = [step for step, _ in read_events(folder)[0]["charts/SPS"]]
-            assert points == list(range(20, newest + 201, 20))
+            assert logged_steps(folder) == list(range(20, newest + 201, 20))
             assert checkpoint_steps(folder)[-1] == newest + 200
-    finally:
-        monkeypatch.undo()
-        subprocess.run(["umount", "-l", str(disk)], check=False)

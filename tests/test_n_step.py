@@ -9,34 +9,40 @@ from conftest import slow
 import buffers
 
 
+def slow_return(reward, terminated, truncated, gamma):
+    """Return of one window, discount of the value that follows it, and steps until its end."""
+    total = 0.0
+    for m in range(len(reward)):
+        total += gamma**m * reward[m]
+        if terminated[m] or truncated[m]:
+            break
+    return total, 0.0 if terminated[m] else gamma ** (m + 1), m + 1
+
+
 @pytest.mark.parametrize("jit", [slow(False), True])
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_returns_are_those_of_a_slow_loop(n, jit):
-    rng, batch, gamma = np.random.default_rng(n), 300, 0.9
-    reward = rng.normal(size=(batch, n)).astype(np.float32)
-    terminated = rng.random((batch, n)) < 0.15
-    truncated = rng.random((batch, n)) < 0.15
+    rng = np.random.default_rng(n)
+    reward = rng.normal(size=(300, n)).astype(np.float32)
+    terminated = rng.random((300, n)) < 0.15
+    truncated = rng.random((300, n)) < 0.15
     fold = jax.jit(buffers.n_step_return) if jit else buffers.n_step_return
-    arrays = map(jnp.asarray, (reward, terminated, truncated))
-    total, discount, steps = jax.device_get(fold(*arrays, gamma))
+    windows = [jnp.asarray(x) for x in (reward, terminated, truncated)]
+    total, discount, steps = jax.device_get(fold(*windows, 0.9))
     assert (total.dtype, discount.dtype, steps.dtype) == (np.float32, np.float32, np.int32)
-    for b in range(batch):
-        wanted, m, done = 0.0, 0, False
-        while m < n and not done:
-            wanted += gamma**m * reward[b, m]
-            done = terminated[b, m] or truncated[b, m]
-            m += 1
-        assert total[b] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-        assert steps[b] == m
-        wanted = 0.0 if terminated[b, m - 1] else gamma**m
-        assert discount[b] == pytest.approx(wanted, rel=1e-5)
+    for b in range(300):
+        wanted = slow_return(reward[b], terminated[b], truncated[b], 0.9)
+        assert total[b] == pytest.approx(wanted[0], rel=1e-5, abs=1e-6)
+        assert discount[b] == pytest.approx(wanted[1], rel=1e-5)
+        assert steps[b] == wanted[2]
 
 
 def test_the_next_observation_of_a_window_is_that_of_the_step_after():
     """As a caller picks it, of windows of n + 1 steps whose observations are numbered."""
-    reward, never = jnp.ones((3, 3)), jnp.zeros((3, 3), bool)
+    observation = jnp.tile(jnp.arange(4), (3, 1))
+    reward = jnp.ones((3, 3))
+    never = jnp.zeros((3, 3), bool)
     truncated = never.at[1, 0].set(True).at[2, 1].set(True)
     _, discount, steps = buffers.n_step_return(reward, never, truncated, 0.5)
-    observation = jnp.tile(jnp.arange(4), (3, 1))
     assert observation[jnp.arange(3), steps].tolist() == [3, 1, 2]
     assert discount.tolist() == [0.125, 0.5, 0.25]

@@ -14,8 +14,10 @@ from test_dqn import (
     PlainReplay,
     learned_q,
     linear,
+    plain_gradient_step,
     random_rollout,
     state_of,
+    td_errors_by_hand,
     windows_by_hand,
 )
 
@@ -28,38 +30,46 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+WEIGHTS = np.array([0.5, 1.0, 0.25])  # of the three windows by hand; the fourth one only resets
+
+
+def gradient_by_hand(errors):
+    """The gradient of the weighted mean of squared errors, by the values of both actions."""
+    return np.array([-2 * (0.5 * errors[0] + 0.25 * errors[2]) / 3, -2 * errors[1] / 3])
+
+
 @pytest.mark.parametrize("double_q", [False, True])
-def test_loss_by_hand(double_q):
+def test_loss_is_that_computed_by_hand(double_q):
     """Each row counts by its weight; one that only resets counts for nothing."""
     alg = linear(per_dqn_jax, Args(gamma=0.5, double_q=double_q))
     params = jnp.array([1.0, 2.0])
     target_params = jnp.array([10.0, 4.0])
     batch = alg.to_transitions(windows_by_hand())
-    weights = jnp.array([0.5, 1.0, 0.25, 1e6])
     np.testing.assert_array_equal(batch.valid, [True, True, True, False])
+    weights = jnp.array([*WEIGHTS, 1e6])
     grad_fn = jax.value_and_grad(alg.loss, has_aux=True)
+
     (loss, (metrics, td_error)), grad = grad_fn(params, target_params, batch, weights)
-    bootstrap = 4.0 if double_q else 10.0  # action 1 is best online, action 0 in the target
-    errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
+
+    errors = td_errors_by_hand(double_q)
     np.testing.assert_array_equal(td_error[:3], errors)
-    assert loss == pytest.approx(np.mean([0.5, 1.0, 0.25] * errors**2))
+    assert loss == pytest.approx(np.mean(WEIGHTS * errors**2))
     assert metrics["losses/td_loss"] == loss
     assert metrics["losses/q_values"] == pytest.approx((1 + 2 + 1) / 3)
-    wanted = [-2 * (0.5 * errors[0] + 0.25 * errors[2]) / 3, -2 * errors[1] / 3]
-    np.testing.assert_allclose(grad, wanted)
+    np.testing.assert_allclose(grad, gradient_by_hand(errors))
 
 
 @pytest.mark.parametrize("double_q", [False, True])
-def test_weights_and_priorities_of_a_gradient_step_by_hand(double_q, monkeypatch):
+def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, monkeypatch):
     """One that only resets has no weight, and gets priority 0."""
     args = Args(gamma=0.5, double_q=double_q, priority_epsilon=0.125, batch_size=4)
     alg = linear(per_dqn_jax, args)
-    seen = []
+    weighed = []
     priorities = []
 
     def importance_weights(probabilities, size, beta):
-        seen.append((probabilities, size, beta))
-        return jnp.array([0.5, 1.0, 0.25, 0.0])
+        weighed.append((probabilities, size, beta))
+        return jnp.array([*WEIGHTS, 0.0])
 
     def sample(state, key, batch_size):
         assert batch_size == 4
@@ -79,19 +89,19 @@ def test_weights_and_priorities_of_a_gradient_step_by_hand(double_q, monkeypatch
     rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(1, bool))
     steps = Step(*rollout)._replace(next_observation=None)
     state = state._replace(replay=alg.replay.add_batch(state.replay, steps))
+
     new, metrics = alg.gradient_step(state, jax.random.PRNGKey(0), 250_000)  # half of training
-    ((probabilities, size, beta),) = seen
+
+    ((probabilities, size, beta),) = weighed
     np.testing.assert_array_equal(probabilities, [0.125, 0.25, 0.5, 0])
     assert size == alg.replay.size(new.replay) == 10
     assert beta == pytest.approx(0.7)
-    bootstrap = 4.0 if double_q else 10.0
-    errors = np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
+    errors = td_errors_by_hand(double_q)
     np.testing.assert_array_equal(priorities[0], [*(np.abs(errors) + 0.125), 0])
     assert metrics["losses/importance_weight_min"] == 0.25
-    assert metrics["losses/td_loss"] == pytest.approx(np.mean([0.5, 1.0, 0.25] * errors**2))
+    assert metrics["losses/td_loss"] == pytest.approx(np.mean(WEIGHTS * errors**2))
     assert metrics["losses/priority_max"] == np.abs(errors).max() + 0.125
-    gradient = [-2 * (0.5 * errors[0] + 0.25 * errors[2]) / 3, -2 * errors[1] / 3]
-    np.testing.assert_allclose(new.params, np.array([1.0, 2.0]) - 0.1 * np.array(gradient))
+    np.testing.assert_allclose(new.params, [1.0, 2.0] - 0.1 * gradient_by_hand(errors))
 
 
 def test_beta_ends_at_exactly_1():
@@ -102,7 +112,56 @@ def test_beta_ends_at_exactly_1():
     assert beta[3] == beta[4] == 1
 
 
-def test_train_step_against_a_plain_loop():
+class PlainLearner:
+    """Learns with Q(s, .) = s * params from batches of 8, drawn by priority and weighted.
+
+    `shares` has, of each window that is held, its priority ** 0.6, at row * 3 + environment.
+    """
+
+    def __init__(self, alg, params, target_params):
+        self.alg = alg
+        self.params = params
+        self.target_params = target_params
+        self.steps = PlainReplay()
+        self.shares = {}
+        self.largest = 0.0
+        self.resets = 0  # rows of batches that only reset
+
+    def add(self, rollout):
+        self.steps.add(rollout)
+        rows = len(self.steps.rows)
+        held = range(3 * max(rows - 10, 0), 3 * (rows - 2))  # windows of 3 rows, complete
+        of_new = (self.largest or 1.0) ** 0.6
+        self.shares = {index: self.shares.get(index, of_new) for index in held}
+
+    def gradient_step(self, replay, key, beta):
+        """The replay with the new priorities, and the metrics."""
+        drawn = self.alg.replay.sample(replay, key, 8)
+        indices = drawn.indices.tolist()
+        probabilities = [self.shares[i] / sum(self.shares.values()) for i in indices]
+        np.testing.assert_allclose(drawn.probabilities, probabilities, rtol=1e-4)
+        *batch, valid = self.steps.batch(indices, 3, 2, 0.9)
+        assert valid.any()
+        weights = (len(self.shares) * np.array(probabilities)[valid]) ** -beta
+        weights /= weights.max()
+        self.params, error, value = plain_gradient_step(
+            self.params, self.target_params, batch, weights=weights
+        )
+        priorities = np.zeros(8)
+        priorities[valid] = np.abs(error) + 0.01
+        self.shares |= dict(zip(indices, priorities**0.6, strict=True))
+        self.largest = max(self.largest, priorities.max())
+        self.resets += (~valid).sum()
+        values = priorities.astype(np.float32)
+        return self.alg.replay.set_priorities(replay, drawn.indices, values), {
+            "losses/td_loss": np.mean(weights * error**2),
+            "losses/q_values": value.mean(),
+            "losses/importance_weight_min": weights.min(),
+            "losses/priority_max": self.largest,
+        }
+
+
+def test_train_step_is_what_a_plain_loop_gives():
     """Drawn by priority, weighted, updated, priorities put back: one thing at a time.
 
     The buffer of 10 steps of 3 environments is overwritten; a step that only resets is garbage.
@@ -111,16 +170,12 @@ def test_train_step_against_a_plain_loop():
     sizes = dict(num_envs=3, train_frequency=4, batch_size=8, buffer_size=30, learning_starts=12)
     alg = linear(per_dqn_jax, Args(**flags, **sizes, total_timesteps=48))
     rng = np.random.default_rng(0)
-    plain = PlainReplay()
-    params = np.array([0.5, -0.5])
-    target_params = np.array([1.5, 0.5])
-    state = state_of(alg, params.astype(np.float32), target_params.astype(np.float32))
+    plain = PlainLearner(alg, params=np.array([0.5, -0.5]), target_params=np.array([1.5, 0.5]))
+    target_params = plain.target_params.astype(np.float32)
+    state = state_of(alg, plain.params.astype(np.float32), target_params)
     train_step = jax.jit(alg.train_step)
     key = jax.random.PRNGKey(3)
     resetting = np.zeros(3, bool)
-    resets = 0
-    shares = {}  # of each window, its priority ** 0.6; the index is row * 3 + environment
-    largest = 0.0
     betas = {0: 0.4, 12: 0.55, 24: 0.7, 36: 0.85}
     for step, beta in betas.items():
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
@@ -128,53 +183,25 @@ def test_train_step_against_a_plain_loop():
         stored = rollout._replace(next_observation=None)
         replay = alg.replay.add_batch(jax.tree.map(jnp.copy, state.replay), stored)
         state, _, metrics = train_step(state, rollout, key, step)
+
         plain.add(rollout)
-        rows = len(plain.rows)
-        held = range(3 * max(rows - 10, 0), 3 * (rows - 2))  # windows of 3 rows, complete
-        shares = {index: shares.get(index, (largest or 1.0) ** 0.6) for index in held}
-        keys = jax.random.split(jax.random.fold_in(key, step), 3)
-        for own_key in keys if step > 0 else []:
-            drawn = alg.replay.sample(replay, own_key, 8)
-            indices = drawn.indices.tolist()
-            total = sum(shares.values())
-            p = np.array([shares[index] / total for index in indices])
-            np.testing.assert_allclose(drawn.probabilities, p, rtol=1e-4)
-            batch = plain.batch(indices, 3, 2, 0.9)
-            observation, action, reward, discount, following, valid = batch
-            assert valid.any()
-            weights = (len(shares) * p[valid]) ** -beta
-            weights /= weights.max()
-            value = (observation * params)[np.arange(valid.sum()), action]
-            error = reward + discount * (following * target_params).max(-1) - value
-            grad = np.zeros(2)
-            np.add.at(grad, action, -2 / len(error) * weights * error * observation[:, 0])
-            params = params - 0.1 * grad
-            priorities = np.zeros(8)
-            priorities[valid] = np.abs(error) + 0.01
-            shares |= dict(zip(indices, priorities**0.6, strict=True))
-            largest = max(largest, priorities.max())
-            resets += (~valid).sum()
-            replay = alg.replay.set_priorities(replay, drawn.indices, priorities.astype(np.float32))
-        np.testing.assert_allclose(state.params, params, rtol=1e-4)
+        gradient_steps = 3 if step > 0 else 0
+        losses = {tag: np.nan for tag in metrics if tag.startswith("losses/")}
+        for own_key in jax.random.split(jax.random.fold_in(key, step), 3)[:gradient_steps]:
+            replay, losses = plain.gradient_step(replay, own_key, beta)
+
+        np.testing.assert_allclose(state.params, plain.params, rtol=1e-4)
         tree = np.asarray(state.replay.tree)[:30]
-        wanted = np.zeros(30)
-        wanted[[index % 30 for index in shares]] = list(shares.values())
-        np.testing.assert_allclose(tree, wanted, rtol=1e-4)
-        np.testing.assert_array_equal(tree == 0, wanted == 0)  # exactly
+        shares = np.zeros(30)
+        shares[[index % 30 for index in plain.shares]] = list(plain.shares.values())
+        np.testing.assert_allclose(tree, shares, rtol=1e-4)
+        np.testing.assert_array_equal(tree == 0, shares == 0)  # exactly
         assert metrics.pop("charts/beta") == pytest.approx(beta)
-        assert metrics.pop("charts/gradient_steps") == (3 if step > 0 else 0)
+        assert metrics.pop("charts/gradient_steps") == gradient_steps
         assert metrics.pop("charts/epsilon") == pytest.approx(max(1 - 0.95 * step / 24, 0.05))
-        of_last_step = dict.fromkeys(metrics, np.nan)
-        if step > 0:
-            of_last_step = {
-                "losses/td_loss": np.mean(weights * error**2),
-                "losses/q_values": value.mean(),
-                "losses/importance_weight_min": weights.min(),
-                "losses/priority_max": largest,
-            }
-        assert metrics == pytest.approx(of_last_step, rel=1e-4, nan_ok=True)
-    assert resets > 1
-    np.testing.assert_array_equal(state.target_params, target_params.astype(np.float32))
+        assert metrics == pytest.approx(losses, rel=1e-4, nan_ok=True)
+    assert plain.resets > 1
+    np.testing.assert_array_equal(state.target_params, target_params)
 
 
 def test_a_batch_of_steps_that_only_reset_changes_nothing():
@@ -201,13 +228,13 @@ def test_a_batch_of_steps_that_only_reset_changes_nothing():
         ("Probe-truncation-v0", [[0.0]], [[2.0, 2.0]]),
     ],
 )
-def test_probe_values(env_id, observations, values):
+def test_probe_values_are_learned(env_id, observations, values):
     _, q = learned_q(per_dqn_jax, env_id, np.array(observations, np.float32), PROBE)
     np.testing.assert_allclose(q, values, atol=0.03)
 
 
 @pytest.mark.slow
-def test_same_seed_same_run():
+def test_the_same_seed_makes_the_same_run():
     """The same parameters, the same replay, the same priorities."""
     args = Args(**vars(PROBE))
     run = Run(env_id="Probe-both-v0", eval_episodes=0)

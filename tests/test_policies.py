@@ -65,6 +65,16 @@ def action_of(folder):
     return action
 
 
+def steps_of_best(folder):
+    """Names of what is saved as the best agent: the step that it was saved at."""
+    return [path.name for path in (folder / "best").iterdir()]
+
+
+def wide_observations(*shape):
+    """Random ones, so far apart that agents that are about the same act otherwise at some."""
+    return 100 * np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
 # --- the best one
 
 
@@ -89,8 +99,9 @@ def test_the_agent_of_the_highest_score_is_kept(scores, best):
     _, always = agents_of(run)
     folder = folder_of(run)
     saved = checkpoints.Checkpoints(folder)
-    for i, score in enumerate(scores):
-        saved.save_if_best(100 * (i + 1), always[i], score)
+    steps = (100, 200, 300)
+    for step, agent, score in zip(steps, always, scores, strict=True):
+        saved.save_if_best(step, agent, score)
         assert len(saved.best_one.all_steps()) <= 1
     assert action_of(folder) == best
 
@@ -105,7 +116,7 @@ def test_a_lower_score_of_a_run_that_goes_on_changes_nothing():
     assert action_of(folder) == 1
     checkpoints.Checkpoints(folder).save_if_best(300, always[0], 6.0)
     assert action_of(folder) == 0
-    assert [path.name for path in (folder / "best").iterdir()] == ["300"]
+    assert steps_of_best(folder) == ["300"]
 
 
 def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
@@ -121,9 +132,10 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
 
     monkeypatch.setattr(dqn_jax, "evaluate", evaluate)
     _, _, folder = dqn_jax.train(args, run)
-    assert [path.name for path in (folder / "best").iterdir()] == ["120"]
+
+    assert steps_of_best(folder) == ["120"]
     alg, _ = dqn_jax.set_up(args, run)
-    observations = 100 * np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+    observations = wide_observations(1000, 3)
     wanted = [dqn_jax.greedy_action(alg, params, observations) for params in agents]
     assert len(wanted) == 4
     loaded = dqn_jax.load_policy(folder)(observations)
@@ -140,15 +152,20 @@ def test_without_an_evaluation_that_is_a_number_it_is_the_agent_saved_last(
     run = dqn_jax.Run(**COUNTER, checkpoint_interval=100, eval_episodes=eval_episodes)
     state, _, folder = dqn_jax.train(args, run)
     alg, _ = dqn_jax.set_up(args, run)
-    observations = 100 * np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+    observations = wide_observations(1000, 3)
+
+    loaded = dqn_jax.load_policy(folder)(observations)
     wanted = dqn_jax.greedy_action(alg, state.params, observations)
-    np.testing.assert_array_equal(dqn_jax.load_policy(folder)(observations), wanted)
-    like = jax.tree.map(np.zeros_like, state)
+    np.testing.assert_array_equal(loaded, wanted)
+
+    # Without the checkpoint of the end it is that of step 100.
     shutil.rmtree(folder / "checkpoints" / "200")
+    like = jax.tree.map(np.zeros_like, state)
     step, earlier, _ = checkpoints.Checkpoints(folder).newest(like)
     assert step == 100
+    loaded = dqn_jax.load_policy(folder)(observations)
     wanted = dqn_jax.greedy_action(alg, earlier.params, observations)
-    np.testing.assert_array_equal(dqn_jax.load_policy(folder)(observations), wanted)
+    np.testing.assert_array_equal(loaded, wanted)
 
 
 @pytest.mark.parametrize("eval_episodes", [0, 2])
@@ -179,13 +196,14 @@ def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     args = module.Args(**flags | dict(num_envs=4))
     run = module.Run(**CHAIN, num_seeds=3)
     states, _, folder = module.train(args, run)
+
     alg, _ = module.set_up(args, run)
     params = alg.acting_params(states)
     observations = np.random.default_rng(0).normal(size=(1000, 5)).astype(np.float32)
     wanted = []
-    for i in range(3):
-        one = jax.tree.map(lambda x, i=i: x[i], params)
-        wanted.append(module.greedy_action(alg, one, observations))
+    for seed in range(3):
+        agent = jax.tree.map(lambda x, seed=seed: x[seed], params)
+        wanted.append(module.greedy_action(alg, agent, observations))
     loaded = module.load_policy(folder)(observations)
     np.testing.assert_array_equal(loaded, wanted[best])
     assert (loaded != wanted[1]).any()
@@ -195,11 +213,13 @@ def test_of_many_seeds_without_an_evaluation_it_is_the_first_one():
     args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=4))
     run = ppo_jax.Run(**CHAIN | dict(eval_episodes=0), num_seeds=3)
     states, _, folder = ppo_jax.train(args, run)
+
     alg, _ = ppo_jax.set_up(args, run)
-    first = jax.tree.map(lambda x: x[0], alg.acting_params(states))
+    first_agent = jax.tree.map(lambda x: x[0], alg.acting_params(states))
     observations = np.random.default_rng(0).normal(size=(1000, 5)).astype(np.float32)
-    wanted = ppo_jax.greedy_action(alg, first, observations)
-    np.testing.assert_array_equal(ppo_jax.load_policy(folder)(observations), wanted)
+    loaded = ppo_jax.load_policy(folder)(observations)
+    wanted = ppo_jax.greedy_action(alg, first_agent, observations)
+    np.testing.assert_array_equal(loaded, wanted)
 
 
 def test_an_agent_of_stacks_takes_stacks():
@@ -207,14 +227,17 @@ def test_an_agent_of_stacks_takes_stacks():
     run = dqn_jax.Run(**COUNTER, eval_episodes=1)
     state, _, folder = dqn_jax.train(args, run)
     alg, _ = dqn_jax.set_up(args, run)
-    stacks = 100 * np.random.default_rng(0).normal(size=(500, 4, 3)).astype(np.float32)
+    stacks = wide_observations(500, 4, 3)
+
     actions = dqn_jax.load_policy(folder)(stacks)
+
     np.testing.assert_array_equal(actions, dqn_jax.greedy_action(alg, state.params, stacks))
     q_values = alg.network.apply(state.params, stacks)
     np.testing.assert_array_equal(actions, np.argmax(q_values, axis=1))
     # The frames before the newest one matter.
-    newest = np.where(np.arange(4)[:, None] == 3, stacks, 0)
-    assert (dqn_jax.load_policy(folder)(newest) != actions).any()
+    only_newest = stacks.copy()
+    only_newest[:, :3] = 0
+    assert (dqn_jax.load_policy(folder)(only_newest) != actions).any()
 
 
 @pytest.mark.parametrize("name", ["dqn", "ppo"])
@@ -225,7 +248,9 @@ def test_actions_that_start_at_1_are_those_of_the_environment(name):
     _, _, folder = module.train(args, run)
     envs = gym.make_vec("environments:Start-v0", 3)
     observation, _ = envs.reset(seed=0)
+
     actions = module.load_policy(folder)(observation)
+
     np.testing.assert_array_equal(actions, [2, 2, 2])  # the better one
     _, reward, *_ = envs.step(actions)
     np.testing.assert_array_equal(reward, [1, 1, 1])
@@ -248,12 +273,15 @@ def test_actions_of_a_box_are_clipped_to_it():
     assert mean.min() < -2
     assert mean.max() > 2
     assert (np.abs(mean) < 2).any()
+
     actions = ppo_jax.load_policy(folder)(observations)
+
     assert actions.shape == (100, 1)
     assert actions.dtype == np.float32
     np.testing.assert_allclose(actions, np.clip(mean, -2, 2), rtol=1e-5, atol=1e-6)
     space = gym.make("Pendulum-v1").action_space
-    assert all(action in space for action in actions)
+    for action in actions:
+        assert action in space
 
 
 # --- after a resume

@@ -221,8 +221,9 @@ def test_log_probability_and_entropy_of_logits_are_those_of_scipy():
     log_prob, entropy = ppo_jax.log_prob_and_entropy(jnp.asarray(logits), jnp.asarray(action))
     for i in range(20):
         p = scipy.special.softmax(logits[i].astype(float))
-        discrete = scipy.stats.rv_discrete(values=(np.arange(5), p))
-        assert log_prob[i] == pytest.approx(discrete.logpmf(action[i]), rel=1e-4, abs=1e-5)
+        distribution = scipy.stats.rv_discrete(values=(np.arange(5), p))
+        wanted = distribution.logpmf(action[i])
+        assert log_prob[i] == pytest.approx(wanted, rel=1e-4, abs=1e-5)
         assert entropy[i] == pytest.approx(scipy.stats.entropy(p), rel=1e-4, abs=1e-5)
 
 
@@ -293,29 +294,37 @@ def test_discrete_actions_are_drawn_from_the_policy():
     params = alg.acting_params(make_state(alg, output=np.log(p)))
     noise = alg.draw_noise(jax.random.PRNGKey(0), 0, (150, 200))
     assert noise.shape == (150, 200, 3)
+
     actions = alg.act(params, np.zeros((30_000, 3), np.float32), noise.reshape(-1, 3))
+
     assert actions.dtype == alg.example.action.dtype
     actions = np.asarray(actions).reshape(150, 200)
     counts = np.bincount(actions.ravel())
     assert scipy.stats.chisquare(counts, 30_000 * p).pvalue > 1e-3
     # Each draw is apart from the one before in time, and from that of the next environment.
-    for pairs in (actions[::2] * 3 + actions[1::2], actions[:, ::2] * 3 + actions[:, 1::2]):
+    pairs_in_time = actions[::2] * 3 + actions[1::2]
+    pairs_of_environments = actions[:, ::2] * 3 + actions[:, 1::2]
+    for pairs in (pairs_in_time, pairs_of_environments):
         counts = np.bincount(pairs.ravel())
-        assert scipy.stats.chisquare(counts, 15_000 * np.outer(p, p).ravel()).pvalue > 1e-3
+        wanted = 15_000 * np.outer(p, p).ravel()
+        assert scipy.stats.chisquare(counts, wanted).pvalue > 1e-3
     np.testing.assert_array_equal(greedy(alg, params), 2)
 
 
 def test_continuous_actions_are_drawn_from_the_policy():
     alg = PPO(Args(num_envs=200, num_steps=100), OBSERVATIONS, BOX)
-    std = np.array([3.0, 0.5], np.float32)
-    params = alg.acting_params(make_state(alg, output=[1.0, -2.0], log_std=jnp.log(std)))
+    log_std = jnp.log(np.array([3.0, 0.5], np.float32))
+    params = alg.acting_params(make_state(alg, output=[1.0, -2.0], log_std=log_std))
     noise = alg.draw_noise(jax.random.PRNGKey(0), 0, (100, 200))
     assert noise.shape == (100, 200, 2)
+
     actions = alg.act(params, np.zeros((20_000, 3), np.float32), noise.reshape(-1, 2))
+
     assert actions.dtype == alg.example.action.dtype
-    assert scipy.stats.kstest(actions[:, 0], scipy.stats.norm(1.0, 3.0).cdf).pvalue > 1e-3
-    assert scipy.stats.kstest(actions[:, 1], scipy.stats.norm(-2.0, 0.5).cdf).pvalue > 1e-3
-    assert abs(np.corrcoef(actions.T)[0, 1]) < 0.03  # 4 standard deviations
+    first, second = actions.T
+    assert scipy.stats.kstest(first, scipy.stats.norm(1.0, 3.0).cdf).pvalue > 1e-3
+    assert scipy.stats.kstest(second, scipy.stats.norm(-2.0, 0.5).cdf).pvalue > 1e-3
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.03  # 4 standard deviations
     np.testing.assert_array_equal(greedy(alg, params), [[1.0, -2.0]] * 5)
 
 
@@ -330,17 +339,19 @@ def test_each_iteration_has_noise_of_its_own():
 
 
 def test_act_sees_normalised_observations():
-    rng = np.random.default_rng(0)
     alg = PPO(Args(), OBSERVATIONS, BOX)
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     moments = Moments(jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 9.0, 16.0]), jnp.float32(10))
     params = alg.acting_params(state._replace(observations=moments))
-    x = rng.normal(size=(20, 3)).astype(np.float32)
-    raw = (x * [2, 3, 4] + [1, 2, 3]).astype(np.float32)
+    normalized = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    raw = (normalized * [2, 3, 4] + [1, 2, 3]).astype(np.float32)
     noise = np.stack([alg.no_noise] * 20)
-    wanted = alg.act((state.params, None), x, noise)
+
+    without_moments = (state.params, None)
+    wanted = alg.act(without_moments, normalized, noise)
     np.testing.assert_allclose(alg.act(params, raw, noise), wanted, rtol=1e-4)
-    assert np.abs(wanted - alg.act((state.params, None), raw, noise)).max() > 1e-3
+    # Normalisation matters for these actions.
+    assert np.abs(wanted - alg.act(without_moments, raw, noise)).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -428,10 +439,12 @@ def test_clipfrac_is_the_share_of_ratios_that_were_clipped():
 
 def test_advantages_are_normalised_over_valid_rows_and_the_target_of_the_value_is_not():
     _, losses = losses_of_batch(clip_coef=10.0)
-    a = BATCH.advantage[:4]
-    wanted = -(RATIO * (a - a.mean()) / a.std(ddof=1)).mean()
-    assert losses["losses/policy_loss"] == pytest.approx(wanted, rel=1e-5)
-    assert losses["losses/value_loss"] == pytest.approx(((1.0 - TARGET) ** 2).mean() / 2, rel=1e-5)
+    advantage = BATCH.advantage[:4]
+    normalized = (advantage - advantage.mean()) / advantage.std(ddof=1)
+    policy_loss = -(RATIO * normalized).mean()
+    value_loss = ((1.0 - TARGET) ** 2).mean() / 2
+    assert losses["losses/policy_loss"] == pytest.approx(policy_loss, rel=1e-5)
+    assert losses["losses/value_loss"] == pytest.approx(value_loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -454,31 +467,37 @@ def test_first_step_of_the_optimizer_is_adams_with_a_gradient_no_longer_than_hal
     np.testing.assert_allclose(changes["b"], wanted[2:], rtol=1e-4)
 
 
+def plain_returns(running, rollout, gamma):
+    """The discounted return at each valid step; `running`, those of environments, goes on."""
+    returns = []
+    for t, i in np.ndindex(rollout.reward.shape):
+        if rollout.valid[t, i]:
+            running[i] = gamma * running[i] + rollout.reward[t, i]
+            returns.append(running[i])
+        if not rollout.valid[t, i] or rollout.terminated[t, i] or rollout.truncated[t, i]:
+            running[i] = 0.0
+    return returns
+
+
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     """Against a loop over three rollouts, so that returns carry over, and masked rows do not."""
     rng = np.random.default_rng(1)
-    n = 4
-    gamma = 0.9
-    args = Args(num_envs=n, num_steps=20, normalize_rewards="yes", gamma=gamma)
+    args = Args(num_envs=4, num_steps=20, normalize_rewards="yes", gamma=0.9)
     alg = PPO(args, OBSERVATIONS, DISCRETE)
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    running = np.zeros(n)
+    running = np.zeros(4)
     seen = []
     resetting = None
     for _ in range(3):
-        rollout = random_rollout(rng, 20, n, resetting=resetting)
+        rollout = random_rollout(rng, 20, 4, resetting=resetting)
         resetting = rollout.terminated[-1] | rollout.truncated[-1]
         mask = rollout.valid
         reward = np.where(mask, rollout.reward + 1, 99).astype(np.float32)
         rollout = rollout._replace(reward=reward)
-        for t in range(20):
-            for i in range(n):
-                if mask[t, i]:
-                    running[i] = gamma * running[i] + rollout.reward[t, i]
-                    seen.append(running[i])
-                if not mask[t, i] or rollout.terminated[t, i] or rollout.truncated[t, i]:
-                    running[i] = 0.0
+        seen += plain_returns(running, rollout, gamma=0.9)
+
         state, scaled = jit(alg.normalize_rewards)(state, rollout)
+
         wanted = np.clip(rollout.reward / np.std(seen), -10, 10)
         np.testing.assert_allclose(scaled.reward[mask], wanted[mask], rtol=1e-3)
         np.testing.assert_allclose(state.discounted, running, rtol=1e-4, atol=1e-6)
@@ -518,14 +537,17 @@ def test_actions_are_clipped_in_the_environment_and_not_in_the_rollout():
     envs = ppo_jax.make_envs(args, run, 8)
     _, env_state, log = ppo_jax.start(alg, run, envs, jax.random.PRNGKey(0), ())
     params = alg.acting_params(make_state(alg, output=[0.0]))
+
     rollout, _ = ppo_jax.collect_rollout(alg, envs, params, env_state, noise, log)
     envs.close()
     log.writer.close()
+
     np.testing.assert_array_equal(rollout.action, noise)
     assert scipy.stats.kstest(rollout.action.ravel(), "norm").pvalue > 1e-3
     clipped = rollout.action.clip(np.float32(-0.1), np.float32(0.1))
-    reward = np.where(rollout.valid, -((clipped - rollout.observation)[..., 0] ** 2), 0)
-    np.testing.assert_allclose(rollout.reward, reward, rtol=1e-5)
+    distance = (clipped - rollout.observation)[..., 0]
+    wanted = np.where(rollout.valid, -(distance**2), 0)
+    np.testing.assert_allclose(rollout.reward, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -609,17 +631,74 @@ def make_step(space=DISCRETE, optimizer=None, loss=None, **flags):
 def make_plain_step(box):
     """Of rewards that are clipped; with a Box, of observations and rewards that are normalised."""
     flags = dict(gae_lambda=0.8, ent_coef=0.02, vf_coef=0.6)
-    flags |= NORMALIZED if box else dict(clip_rewards=True)
-    alg, state, step = make_step(BOX if box else DISCRETE, optax.sgd, **flags)
-    if box:
-        state = state._replace(
-            observations=Moments(
-                jnp.array([0.1, 0.2, -0.3]), jnp.array([0.5, 1, 2]), jnp.float32(30)
-            ),
-            returns=Moments(jnp.float32(0.2), jnp.float32(3), jnp.float32(30)),
-            discounted=jnp.array([0.5, 0, 0, -1]),
-        )
+    if not box:
+        return make_step(DISCRETE, optax.sgd, **flags, clip_rewards=True)
+    alg, state, step = make_step(BOX, optax.sgd, **flags, **NORMALIZED)
+    observations = Moments(jnp.array([0.1, 0.2, -0.3]), jnp.array([0.5, 1, 2]), jnp.float32(30))
+    state = state._replace(
+        observations=observations,
+        returns=Moments(jnp.float32(0.2), jnp.float32(3), jnp.float32(30)),
+        discounted=jnp.array([0.5, 0, 0, -1]),
+    )
     return alg, state, step
+
+
+def plain_log_prob(output, action):
+    """Log-probability and entropy, by what JAX has; actions are numbers or [B, 2]."""
+    if action.ndim == 1:
+        log_probs = jax.nn.log_softmax(output)
+        entropy = -(jnp.exp(log_probs) * log_probs).sum(-1)
+        return log_probs[jnp.arange(len(action)), action], entropy
+    mean = output[:, :2]
+    log_std = output[:, 2:]
+    log_prob = jax.scipy.stats.norm.logpdf(action, mean, jnp.exp(log_std)).sum(-1)
+    entropy = (0.5 * jnp.log(2 * jnp.pi * jnp.e) + log_std).sum(-1)
+    return log_prob, entropy
+
+
+def plain_loss(params, apply, batch):
+    """The total loss of a batch of which all rows count; that of the policy, and the KL."""
+    output, value = apply(params, batch.observation)
+    log_prob, entropy = plain_log_prob(output, batch.action)
+    ratio = jnp.exp(log_prob - batch.log_prob)
+    advantage = batch.advantage - batch.advantage.mean()
+    advantage /= batch.advantage.std(ddof=1) + 1e-8
+    clipped = jnp.clip(ratio, 0.8, 1.2)
+    policy_loss = jnp.maximum(-advantage * ratio, -advantage * clipped).mean()
+    target = batch.advantage + batch.value
+    near = batch.value + jnp.clip(value - batch.value, -0.2, 0.2)
+    value_loss = 0.5 * jnp.maximum((value - target) ** 2, (near - target) ** 2).mean()
+    kl = (ratio - 1 - jnp.log(ratio)).mean()
+    return policy_loss - 0.02 * entropy.mean() + 0.6 * value_loss, (policy_loss, kl)
+
+
+def plain_train_step(alg, rollout, observations, minibatches, params):
+    """Parameters after the minibatches, without masked rows: these are thrown away.
+
+    And the metrics; the losses are those of the last epoch. `observations` [17, 4, 3] are those of
+    the rollout and the ones after it, as the network sees them.
+    """
+    mask = rollout.valid.ravel()
+    output, value = alg.network.apply(params, observations.reshape(-1, 3))
+    value = value.reshape(17, 4)
+    advantage = ppo_jax.gae(rollout, value[:-1], value[1:], 0.9, 0.8).ravel()
+    action = rollout.action.reshape(64, *rollout.action.shape[2:])
+    log_prob, _ = plain_log_prob(output[:64], action)
+    observation = observations[:-1].reshape(64, 3)
+    batch = Batch(observation, action, mask, log_prob, value[:-1].ravel(), advantage)
+
+    for epoch in minibatches:
+        losses = []
+        for rows in epoch:
+            minibatch = jax.tree.map(lambda x, rows=rows[mask[rows]]: x[rows], batch)
+            gradient_fn = jax.grad(plain_loss, has_aux=True)
+            gradient, policy_loss_and_kl = gradient_fn(params, alg.network.apply, minibatch)
+            params = jax.tree.map(lambda x, slope: x - 1e-2 * slope, params, gradient)
+            losses.append(policy_loss_and_kl)
+    policy_loss, kl = jnp.array(losses).mean(0)
+    target = batch.advantage + batch.value
+    explained_variance = 1 - jnp.var((target - batch.value)[mask]) / jnp.var(target[mask])
+    return params, policy_loss, kl, explained_variance
 
 
 @pytest.mark.parametrize("space", [slow(DISCRETE), BOX], ids=["discrete", "box"])
@@ -628,68 +707,26 @@ def test_train_step_is_what_a_plain_loop_gives(space):
     alg, state, step = make_plain_step(space is BOX)
     rollout = random_rollout(np.random.default_rng(3), 16, 4, space)
     assert rollout.truncated.any()
+
     new, acting, metrics = step(state, rollout)
 
-    key = jax.random.fold_in(KEY, STEP)
-    minibatches = np.asarray(buffers.shuffled_minibatches(key, 64, 2, 2))
-    every = np.concatenate([rollout.observation, rollout.next_observation[None]])
+    observations = np.concatenate([rollout.observation, rollout.next_observation[None]])
     if space is DISCRETE:
         rollout = rollout._replace(reward=np.sign(rollout.reward))
     else:
         _, rollout = alg.normalize_rewards(state, rollout)
-        every = ppo_jax.normalize(every, state.observations)
-    observation = every[:-1].reshape(64, 3)
-    action = rollout.action.reshape(64, *rollout.action.shape[2:])
-    mask = rollout.valid.ravel()
+        observations = ppo_jax.normalize(observations, state.observations)
+    key = jax.random.fold_in(KEY, STEP)
+    minibatches = np.asarray(buffers.shuffled_minibatches(key, 64, 2, 2))
+    plain_step = jit(partial(plain_train_step, alg, rollout, observations, minibatches))
+    params, policy_loss, kl, explained_variance = plain_step(state.params)
 
-    def apply(params, x):
-        output, value = alg.network.apply(params, x.reshape(-1, 3))
-        return output, value.reshape(x.shape[:-1])
-
-    def log_probs(params, rows):
-        output, value = apply(params, observation[rows])
-        if space is DISCRETE:
-            logp = jax.nn.log_softmax(output)
-            entropy = -(jnp.exp(logp) * logp).sum(-1)
-            return logp[jnp.arange(len(rows)), action[rows]], entropy, value
-        mean = output[:, :2]
-        log_std = output[:, 2:]
-        logp = jax.scipy.stats.norm.logpdf(action[rows], mean, jnp.exp(log_std)).sum(-1)
-        return logp, (0.5 * jnp.log(2 * jnp.pi * jnp.e) + log_std).sum(-1), value
-
-    @jit
-    def learned(params):
-        _, value = apply(params, every)
-        advantage = ppo_jax.gae(rollout, value[:-1], value[1:], 0.9, 0.8).ravel()
-        value = value[:-1].ravel()
-        target = advantage + value
-        old = log_probs(params, np.arange(64))[0]
-
-        def loss(params, rows):
-            logp, entropy, v = log_probs(params, rows)
-            ratio = jnp.exp(logp - old[rows])
-            a = (advantage[rows] - advantage[rows].mean()) / (advantage[rows].std(ddof=1) + 1e-8)
-            policy = jnp.maximum(-a * ratio, -a * jnp.clip(ratio, 0.8, 1.2)).mean()
-            near = value[rows] + jnp.clip(v - value[rows], -0.2, 0.2)
-            error = jnp.maximum((v - target[rows]) ** 2, (near - target[rows]) ** 2).mean()
-            kl = (ratio - 1 - jnp.log(ratio)).mean()
-            return policy - 0.02 * entropy.mean() + 0.6 * 0.5 * error, (policy, kl)
-
-        for epoch in minibatches:
-            parts = []
-            for rows in epoch:
-                gradient, part = jax.grad(loss, has_aux=True)(params, rows[mask[rows]])
-                params = jax.tree.map(lambda x, slope: x - 1e-2 * slope, params, gradient)
-                parts.append(part)
-        explained = 1 - jnp.var((target - value)[mask]) / jnp.var(target[mask])
-        return params, *jnp.array(parts).mean(0), explained  # losses are those of the last epoch
-
-    params, policy, kl, explained = learned(state.params)
     assert np.abs(vector(params) - vector(state.params)).max() > 1e-3
     np.testing.assert_allclose(vector(new.params), vector(params), rtol=1e-4, atol=2e-6)
-    np.testing.assert_allclose(metrics["losses/policy_loss"], policy, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(metrics["losses/policy_loss"], policy_loss, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(metrics["losses/approx_kl"], kl, rtol=1e-3, atol=1e-7)
-    np.testing.assert_allclose(metrics["losses/explained_variance"], explained, rtol=1e-4)
+    explained = metrics["losses/explained_variance"]
+    np.testing.assert_allclose(explained, explained_variance, rtol=1e-4)
     assert_equal(acting, (new.params, new.observations))
     assert metrics.keys() == LEARNING_TAGS
 
@@ -719,9 +756,11 @@ def test_masked_rows_change_nothing(space):
     )
     expected = step(state, rollout)
     assert_equal(step(state, other), expected)
-    unmasked, _, _ = step(state, other._replace(valid=np.ones_like(mask)))
+
     # The mask does something.
-    assert not np.array_equal(vector(expected[0].params), vector(unmasked.params))
+    unmasked, _, _ = step(state, other._replace(valid=np.ones_like(mask)))
+    new, _, _ = expected
+    assert not np.array_equal(vector(new.params), vector(unmasked.params))
 
 
 def test_a_rollout_without_a_step_is_harmless():
@@ -751,22 +790,28 @@ def test_the_learning_rate_goes_linearly_to_0_at_the_end_and_stays_there(anneal_
     before = vector(state.params)
     lengths = []
     rates = []
-    for at in (0, 750, 1500, 3000, 3512):
-        new, _, metrics = step(state, rollout, at)
+    for begin in (0, 750, 1500, 3000, 3512):
+        new, _, metrics = step(state, rollout, begin)
         rates.append(metrics["charts/learning_rate"])
         lengths.append(np.linalg.norm(vector(new.params) - before))
     wanted = [2e-3, 1.5e-3, 1e-3, 0, 0] if anneal_lr else [2e-3] * 5
     np.testing.assert_allclose(rates, wanted, rtol=1e-6)
     assert lengths[0] > 1e-4
-    np.testing.assert_allclose(np.array(lengths) / lengths[0], np.array(wanted) / 2e-3, rtol=1e-3)
+    shares = np.array(lengths) / lengths[0]
+    np.testing.assert_allclose(shares, np.array(wanted) / 2e-3, rtol=1e-3)
 
 
 def test_each_iteration_shuffles_anew():
     _, state, step = make_plain_step(True)
     rollout = random_rollout(np.random.default_rng(3), 16, 4, BOX)
-    first = vector(step(state, rollout, 0)[0].params)
-    np.testing.assert_array_equal(vector(step(state, rollout, 0)[0].params), first)
-    assert not np.array_equal(vector(step(state, rollout, 64)[0].params), first)
+
+    def learned_at(begin):
+        new, _, _ = step(state, rollout, begin)
+        return vector(new.params)
+
+    first = learned_at(0)
+    np.testing.assert_array_equal(learned_at(0), first)
+    assert not np.array_equal(learned_at(64), first)
 
 
 def make_optimize(**flags):
@@ -800,20 +845,21 @@ def assert_same_learning(actual, expected):
 
 
 def test_target_kl_ends_learning_after_the_epoch_that_went_too_far():
+    """The longer the steps, the sooner the policy is too far from the old one."""
     stops = make_optimize(update_epochs=3, target_kl=1e-3)
-    # The longer the steps, the sooner the policy is too far from the old one.
-    expected = optimize_for(1)(2e-2)
-    assert expected[1]["losses/approx_kl"] > 1e-3
-    assert tree_get(expected[0].opt_state, "count") == 2
-    assert_same_learning(stops(2e-2), expected)
 
-    expected = optimize_for(2)(1e-3)
+    after_one = optimize_for(1)(2e-2)
+    assert after_one[1]["losses/approx_kl"] > 1e-3
+    assert tree_get(after_one[0].opt_state, "count") == 2
+    assert_same_learning(stops(2e-2), after_one)
+
+    after_two = optimize_for(2)(1e-3)
     assert optimize_for(1)(1e-3)[1]["losses/approx_kl"] < 1e-3
-    assert expected[1]["losses/approx_kl"] > 1e-3
-    assert_same_learning(stops(1e-3), expected)
+    assert after_two[1]["losses/approx_kl"] > 1e-3
+    assert_same_learning(stops(1e-3), after_two)
 
-    never, _ = stops(1e-5)
-    assert tree_get(never.opt_state, "count") == 6
+    after_all, _ = stops(1e-5)
+    assert tree_get(after_all.opt_state, "count") == 6
 
 
 def test_a_target_kl_of_0_leaves_one_epoch():
@@ -821,27 +867,34 @@ def test_a_target_kl_of_0_leaves_one_epoch():
     assert_same_learning(stops_at_once(1e-3), optimize_for(1)(1e-3))
 
 
+def means_as_losses(params, batch):
+    """A loss that learns nothing, and means over a batch: of log_prob, and of what was seen."""
+    nothing = 0.0 * ravel_pytree(params)[0].sum()
+    return nothing, {
+        "losses/approx_kl": nothing,
+        "log_prob": ppo_jax.masked_mean(batch.log_prob, batch.valid),
+        "seen": ppo_jax.masked_mean(batch.observation, batch.valid).sum(),
+    }
+
+
 def test_statistics_change_after_the_update_that_they_were_taken_in():
     """What is learned from is the policy that acted, and what it saw."""
-
-    def loss(params, batch):
-        parts = jnp.stack([batch.log_prob, *batch.observation.T], axis=-1)
-        means = ppo_jax.masked_mean(parts, batch.valid)
-        nothing = 0.0 * ravel_pytree(params)[0].sum()
-        return nothing, {"losses/approx_kl": nothing, "log_prob": means[0], "seen": means[1:].sum()}
-
-    alg, state, step = make_step(BOX, loss=loss, num_minibatches=1, **NORMALIZED)
+    alg, state, step = make_step(BOX, loss=means_as_losses, num_minibatches=1, **NORMALIZED)
     seen = np.empty((0, 3))
     for seed in range(2):
         rollout = random_rollout(np.random.default_rng(seed), 16, 4, BOX)
         rollout = rollout._replace(observation=rollout.observation * 3 + 2)
         mask = rollout.valid
         x = rollout.observation[mask]
-        x = np.clip((x - seen.mean(0)) / seen.std(0) if seed else x, -10, 10)
+        if len(seen) > 0:
+            x = (x - seen.mean(0)) / seen.std(0)
+        x = np.clip(x, -10, 10)
         output, _ = alg.network.apply(state.params, x)
         mean, log_std = np.split(np.asarray(output), 2, axis=-1)
         log_prob = scipy.stats.norm.logpdf(rollout.action[mask], mean, np.exp(log_std)).sum(-1)
+
         state, (_, moments), metrics = step(state, rollout)
+
         np.testing.assert_allclose(metrics["log_prob"], log_prob.mean(), rtol=1e-4)
         np.testing.assert_allclose(metrics["seen"], x.mean(0).sum(), rtol=1e-4, atol=1e-5)
         seen = np.concatenate([seen, rollout.observation[mask]])
@@ -858,12 +911,15 @@ def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform():
     observations = gym.spaces.Box(-1, 1, (5,), np.float32)
     alg = PPO(Args(), observations, gym.spaces.Box(-1, 1, (3,)))
     params = jax.jit(alg.init)(jax.random.PRNGKey(0)).params["params"]
-    scales = {f"Dense_{i}": scale for i, scale in enumerate([2**0.5] * 4 + [0.01, 1.0])}
+    scales = {f"Dense_{i}": 2**0.5 for i in range(4)}  # the hidden layers
+    scales |= {"Dense_4": 0.01, "Dense_5": 1.0}  # the actor's output, and the critic's
     assert set(params) == {"log_std", *scales}
     for name, scale in scales.items():
         kernel = np.asarray(params[name]["kernel"])
-        smaller = kernel if kernel.shape[0] <= kernel.shape[1] else kernel.T
-        np.testing.assert_allclose(smaller @ smaller.T, scale**2 * np.eye(len(smaller)), atol=1e-5)
+        if kernel.shape[0] > kernel.shape[1]:
+            kernel = kernel.T
+        identity = np.eye(len(kernel))
+        np.testing.assert_allclose(kernel @ kernel.T, scale**2 * identity, atol=1e-5)
         assert not np.any(params[name]["bias"])
     assert params["Dense_4"]["kernel"].shape == (64, 3)
     np.testing.assert_array_equal(params["log_std"], np.zeros(3))
@@ -905,11 +961,12 @@ def learned(env_id, total_timesteps, **flags):
 
 
 def asking(answer, kinds):
-    """A function: the answer to observations of an episode of a kind."""
-    which = dict(zip(kinds, np.eye(len(kinds), dtype=np.float32), strict=True))
+    """A function: the output and the values for a kind of probe at its own observations."""
 
-    def at(kind, *own):
-        return answer(np.stack([np.append(which[kind], np.float32(x)) for x in own]))
+    def at(kind, *observations):
+        which = np.arange(len(kinds)) == kinds.index(kind)
+        rows = [np.append(which, observation) for observation in observations]
+        return answer(np.array(rows, np.float32))
 
     return at
 
@@ -918,36 +975,50 @@ def test_discrete_probes_are_learned():
     state, answer = learned("Probes-v0", 20_480)
     assert state.observations is state.returns is None
     at = asking(answer, DISCRETE_KINDS)
-    np.testing.assert_allclose(at("observation", -1, 1)[1], [-1, 1], atol=0.05)
-    np.testing.assert_allclose(at("discount", 0, 1)[1], [0.5, 1], atol=0.05)
-    np.testing.assert_allclose(at("truncation", 0)[1], [2], atol=0.05)  # 1 / (1 - gamma)
+
+    _, value = at("observation", -1, 1)
+    np.testing.assert_allclose(value, [-1, 1], atol=0.05)
+    _, value = at("discount", 0, 1)
+    np.testing.assert_allclose(value, [0.5, 1], atol=0.05)
+    _, value = at("truncation", 0)
+    np.testing.assert_allclose(value, [2], atol=0.05)  # 1 / (1 - gamma)
     output, value = at("both", -1, 1)
     np.testing.assert_allclose(value, [1, 1], atol=0.05)
-    assert scipy.special.softmax(output, axis=-1)[[0, 1], [0, 1]].min() > 0.95
+    probabilities = scipy.special.softmax(output, axis=-1)
+    assert probabilities[0, 0] > 0.95
+    assert probabilities[1, 1] > 0.95
 
 
 def test_continuous_probes_are_learned():
     state, answer = learned("BoxProbes-v0", 20_480, normalize_rewards="no")
     assert state.observations is not None
     at = asking(answer, BOX_KINDS)
+
     output, value = at("match", -0.5, 0.5)
-    np.testing.assert_allclose(output[:, 0], [-0.5, 0.5], atol=0.1)
-    assert (output[:, 1] < -0.5).all()  # less and less noise
-    np.testing.assert_allclose(value, -np.exp(2 * output[:, 1]), atol=0.1)
-    np.testing.assert_allclose(at("truncation", 0)[1], [2], atol=0.05)  # a cut is not an end
-    np.testing.assert_allclose(at("termination", 0, 1)[1], [1.5, 1], atol=0.05)
+    mean, log_std = output.T
+    np.testing.assert_allclose(mean, [-0.5, 0.5], atol=0.1)
+    assert (log_std < -0.5).all()  # less and less noise
+    np.testing.assert_allclose(value, -np.exp(2 * log_std), atol=0.1)
+    _, value = at("truncation", 0)
+    np.testing.assert_allclose(value, [2], atol=0.05)  # a cut is not an end
+    _, value = at("termination", 0, 1)
+    np.testing.assert_allclose(value, [1.5, 1], atol=0.05)
 
 
 @pytest.mark.slow
 def test_actor_and_critic_share_the_features_of_images():
     """uint8 images go through the Nature CNN."""
     state, answer = learned("ProbeImage-v0", 256, num_envs=2, learning_rate=2e-3)
-    images = np.stack([np.zeros((4, 36, 36), np.uint8), np.full((4, 36, 36), 255, np.uint8)])
-    assert list(answer(images)[0].argmax(-1)) == [0, 1]
-    assert vector(state.params).size == sum(
-        (inputs + 1) * outputs
-        for inputs, outputs in [(256, 32), (512, 64), (576, 64), (64, 512), (512, 2), (512, 1)]
-    )
+    black = np.zeros((4, 36, 36), np.uint8)
+    white = np.full((4, 36, 36), 255, np.uint8)
+    logits, _ = answer(np.stack([black, white]))
+    assert list(logits.argmax(-1)) == [0, 1]
+
+    features = [(256, 32), (512, 64), (576, 64), (64, 512)]
+    actor = (512, 2)
+    critic = (512, 1)
+    size = sum((inputs + 1) * outputs for inputs, outputs in [*features, actor, critic])
+    assert vector(state.params).size == size
 
 
 # ------------------------------------------------------------------------------------- the program

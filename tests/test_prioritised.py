@@ -1,6 +1,7 @@
 """Prioritised replay: draws in proportion to priorities, and a tree that agrees with them."""
 
 from functools import partial
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import jax
@@ -50,14 +51,15 @@ def count_draws(replay, state, draws, batch_size, at_once=1, seed=0):
 def bins(expected):
     """The bin of each item: one of its own, or shared by those of which few are expected."""
     is_rare = expected < 5
-    before = np.cumsum(np.where(is_rare, expected, 0))
-    shared = np.minimum(before // 20, max(before[-1] // 20 - 1, 0)).astype(int)
-    return np.unique(
-        np.where(is_rare, shared, len(expected) + np.arange(len(expected))), return_inverse=True
-    )[1]
+    rare_so_far = np.cumsum(np.where(is_rare, expected, 0))
+    last_shared = max(rare_so_far[-1] // 20 - 1, 0)
+    shared = np.minimum(rare_so_far // 20, last_shared).astype(int)
+    own = len(expected) + np.arange(len(expected))
+    return np.unique(np.where(is_rare, shared, own), return_inverse=True)[1]
 
 
 def exact(priorities, exponent):
+    """The probability of each item."""
     weights = np.float64(priorities) ** exponent
     return weights / weights.sum()
 
@@ -71,20 +73,21 @@ def spread(size, seed=0):
 
 
 def assert_inner_nodes_are_sums(state, rtol):
+    """Level by level: the leaves and what is above them in `tree`, small levels in `top`."""
     capacity = state.storage.size if hasattr(state.storage, "size") else state.storage["id"].size
     nodes = np.float64(weights_of(state, capacity))
-    above = {"tree": 0, "top": 0}
-    level, name = 0, "tree"
+    compared = {"tree": 0, "top": 0}
+    level = 0
     while level < 2 or len(nodes) > 1:
-        if level and len(nodes) <= buffers.TOP:
-            name = "top"
+        name = "top" if level > 0 and len(nodes) <= buffers.TOP else "tree"
         nodes = np.pad(nodes, (0, -len(nodes) % 4))
-        stored = getattr(state, name)[above[name] : above[name] + len(nodes)]
+        start = compared[name]
+        compared[name] += len(nodes)
+        stored = getattr(state, name)[start : compared[name]]
         np.testing.assert_allclose(stored, nodes, rtol=rtol, atol=0)
-        above[name] += len(nodes)
         nodes = nodes.reshape(-1, 4).sum(axis=-1)
         level += 1
-    assert above == {"tree": state.tree.size, "top": state.top.size}
+    assert compared == {"tree": state.tree.size, "top": state.top.size}
 
 
 def weights_of(state, capacity):
@@ -110,44 +113,50 @@ def priorities_of(state, capacity):
 )
 def test_draws_are_in_proportion_to_priorities(size, exponent, draws, at_once):
     priorities = spread(size)
+    probabilities = exact(priorities, exponent)
     replay, state = filled(priorities, exponent)
-    expected = exact(priorities, exponent) * draws
+
     # One draw a batch: those of one batch depend on each other.
     counts = count_draws(replay, state, draws, 1, at_once)[:size]
     assert counts.sum() == draws
     assert counts[priorities == 0].sum() == 0
     drawable = priorities > 0
-    bin_of = bins(expected[drawable])
+    expected_counts = probabilities[drawable] * draws
+    bin_of = bins(expected_counts)
     observed = np.bincount(bin_of, counts[drawable])
-    expected = np.bincount(bin_of, expected[drawable])
+    expected = np.bincount(bin_of, expected_counts)
     assert len(observed) >= min(9, size)
     assert 1e-3 < stats.chisquare(observed, expected).pvalue < 1 - 1e-6
 
     sample = replay.sample(state, jax.random.key(1), 256)
-    wanted = exact(priorities, exponent)[np.asarray(sample.experience)]
+    wanted = probabilities[np.asarray(sample.experience)]
     np.testing.assert_allclose(sample.probabilities, wanted, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("size", [10, 1_000, slow(10**6)])
 def test_draws_of_a_batch_are_at_least_as_even_as_independent_ones(size):
-    priorities, draws = spread(size, seed=1), 2**20
+    draws = 2**20
+    priorities = spread(size, seed=1)
     replay, state = filled(priorities, 0.6)
-    expected = exact(priorities, 0.6) * draws
     counts = count_draws(replay, state, draws, 256, 16)[:size]
-    bin_of = bins(expected)
-    observed, expected = np.bincount(bin_of, counts), np.bincount(bin_of, expected)
+    expected_counts = exact(priorities, 0.6) * draws
+    bin_of = bins(expected_counts)
+    observed = np.bincount(bin_of, counts)
+    expected = np.bincount(bin_of, expected_counts)
     is_possible = expected > 0
     assert observed[~is_possible].sum() == 0
     assert stats.chisquare(observed[is_possible], expected[is_possible]).pvalue > 1e-3
 
 
 def test_a_batch_has_one_draw_from_each_equal_share():
-    replay, state = filled(np.repeat(np.float32([1, 3]), 8))
+    """Priorities add up to 32: of 32 draws an item of priority 3 gets three, in order."""
+    priorities = np.array([1] * 8 + [3] * 8)
+    replay, state = filled(np.float32(priorities))
+    expected = np.repeat(np.arange(16), priorities)
     for seed in range(20):
         drawn = replay.sample(state, jax.random.key(seed), 32).experience
-        # Shares of 1 in 32 of the total are 1 wide: each item in its turn, as often as it is wide.
-        np.testing.assert_array_equal(drawn, np.repeat(np.arange(16), [1] * 8 + [3] * 8))
+        np.testing.assert_array_equal(drawn, expected)
 
 
 def dispersion(replay, state, draws):
@@ -196,15 +205,18 @@ def test_a_hundred_thousand_updates_leave_no_error_behind(updates, batch):
     size = 2_999  # a prime: so that the positions of one batch differ
     rng = np.random.default_rng(3)
     replay, state = filled(np.ones(size, np.float32))
-    positions = (rng.integers(size, size=(updates, 1)) + 371 * np.arange(batch)) % size
-    positions = positions.astype(np.int32)
+    first = rng.integers(size, size=(updates, 1))
+    positions = ((first + 371 * np.arange(batch)) % size).astype(np.int32)
     priorities = (10.0 ** rng.uniform(-3, 3, (updates, batch))).astype(np.float32)
 
-    @partial(jax.jit, donate_argnums=0)
-    def run(state, xs):
-        return jax.lax.scan(lambda s, x: (replay.set_priorities(s, *x), None), state, xs)[0]
+    def update(state, positions_and_priorities):
+        return replay.set_priorities(state, *positions_and_priorities), None
 
-    state = run(state, (positions, priorities))
+    @partial(jax.jit, donate_argnums=0)
+    def run(state, positions, priorities):
+        return jax.lax.scan(update, state, (positions, priorities))[0]
+
+    state = run(state, positions, priorities)
     wanted = np.ones(size, np.float32)
     wanted[positions.ravel()] = priorities.ravel()  # the last value stays
     np.testing.assert_array_equal(weights_of(state, size), wanted)
@@ -226,10 +238,11 @@ def test_an_item_given_twice_gets_one_of_its_priorities():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0])
 def test_bad_priorities_are_ignored_inside_jit(bad):
     replay, state = filled(np.ones(1_000, np.float32))
-    indices, priorities = np.array([7, 3, 8]), np.float32([2, bad, 0])
-    state = jax.jit(replay.set_priorities)(state, indices, priorities)
+    indices = np.array([7, 3, 8])
+    state = jax.jit(replay.set_priorities)(state, indices, np.float32([2, bad, 0]))
     wanted = np.ones(1_000)
-    wanted[[7, 8]] = 2, 0
+    wanted[7] = 2
+    wanted[8] = 0
     np.testing.assert_array_equal(priorities_of(state, 1_000), wanted)
     assert_inner_nodes_are_sums(state, 0)
     assert state.max_priority == 2
@@ -251,12 +264,15 @@ def test_priorities_for_items_that_are_gone_are_ignored():
     assert set(old.tolist()) == set(range(6))
     state = replay.add_batch(state, jnp.arange(6, 10))  # over 0, ..., 3
     assert priorities_of(state, 6) == [6, 6, 6, 6, 5, 6]
+
     for set_priorities in (replay.set_priorities, jax.jit(replay.set_priorities)):
         state = set_priorities(state, old, 10 + old.astype(jnp.float32))
         assert priorities_of(state, 6) == [6, 6, 6, 6, 14, 15]
     assert state.max_priority == 15  # and not more for those that are gone
+
     not_yet = np.array([-1, 10, 11, 2**31 - 1])
-    assert priorities_of(replay.set_priorities(state, not_yet, np.full(4, 99.0)), 6)[0] == 6
+    state = replay.set_priorities(state, not_yet, np.full(4, 99.0))
+    assert priorities_of(state, 6) == [6, 6, 6, 6, 14, 15]
 
 
 def test_priorities_for_windows_that_are_gone_are_ignored():
@@ -274,20 +290,35 @@ def test_priorities_for_windows_that_are_gone_are_ignored():
     assert state.max_priority == 7
 
 
+SIX = buffers.prioritised_replay(6, 1.0)
+FIRST_TWO = np.array([0, 1])
+
+
 def test_new_items_get_the_largest_priority_ever_set():
-    replay = buffers.prioritised_replay(6, 1.0)
-    state = replay.add_batch(replay.init(0), jnp.arange(2))
+    state = SIX.add_batch(SIX.init(0), jnp.arange(2))
     assert priorities_of(state, 6) == [1, 1, 0, 0, 0, 0]
-    state = replay.set_priorities(state, np.array([0, 1]), np.array([0.0, 0.25]))
-    state = replay.add(state, 2)  # also if that is less than 1
+    state = SIX.set_priorities(state, FIRST_TWO, np.array([8.0, 3.0]))
+    state = SIX.set_priorities(state, FIRST_TWO, np.array([2.0, 0.0]))
+    state = SIX.add_batch(state, jnp.arange(2), np.array([False, True]))
+    assert priorities_of(state, 6) == [2, 0, 8, 0, 0, 0]
+
+
+def test_new_items_get_less_than_1_if_no_larger_priority_was_set():
+    state = SIX.add_batch(SIX.init(0), jnp.arange(2))
+    state = SIX.set_priorities(state, FIRST_TWO, np.array([0.0, 0.25]))
+    state = SIX.add(state, 2)
     assert priorities_of(state, 6) == [0, 0.25, 0.25, 0, 0, 0]
-    state = replay.set_priorities(state, np.array([0, 1]), np.array([8.0, 3.0]))
-    state = replay.set_priorities(state, np.array([0, 1]), np.array([2.0, 0.0]))
-    state = replay.add_batch(state, jnp.arange(2), np.array([False, True]))  # ever: 8, not 3
-    assert priorities_of(state, 6) == [2, 0, 0.25, 8, 0, 0]
-    bad = np.array([1, 2, 3, 4]), np.float32([np.nan, np.inf, -9, 99])
-    state = jax.jit(replay.set_priorities)(state, *bad)
-    assert priorities_of(replay.add(state, 4), 6) == [2, 0, 0.25, 8, 8, 0]
+
+
+def test_new_items_do_not_get_a_priority_that_was_ignored():
+    state = SIX.add_batch(SIX.init(0), jnp.arange(2))
+    state = SIX.set_priorities(state, FIRST_TWO, np.array([2.0, 8.0]))
+    state = SIX.add_batch(state, jnp.arange(2, 4))
+    indices = np.array([1, 2, 3, 4])  # of which 4 is not in the buffer
+    bad = np.float32([np.nan, np.inf, -9, 99])
+    state = jax.jit(SIX.set_priorities)(state, indices, bad)
+    state = SIX.add(state, 4)
+    assert priorities_of(state, 6) == [2, 8, 8, 8, 8, 0]
 
 
 # ----------------------------------------------------------------------- against a plain dictionary
@@ -322,52 +353,56 @@ tree_operations = st.lists(
 )
 
 
+def assert_draws_have_weights(weights, shape, state, key):
+    """Windows of a sample are whole, and their probabilities in proportion to the weights."""
+    sample = shape.prioritised().replay().sample(state, key, 64)
+    windows = decode(sample.experience)
+    starts = shape.starts(windows)
+    np.testing.assert_array_equal(windows, shape.window(starts))
+    np.testing.assert_array_equal(sample.indices, shape.index_of(starts))
+    probabilities = weights[starts % shape.max_size] / weights.sum()
+    np.testing.assert_allclose(sample.probabilities, probabilities, rtol=2e-6)
+    assert (probabilities > 0).all()
+
+
 @pytest.mark.parametrize("before_wrap", [None, 12])
 @pytest.mark.parametrize("shape", TREE_SHAPES, ids=describe)
 @examples(15)
 @given(operations=tree_operations)
 def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
-    """Against {id of the first item: priority} of all windows that can be drawn."""
-    replay, envs = shape.prioritised().replay(), shape.envs or 1
-    first = total = 0 if before_wrap is None else shape.modulus - before_wrap
+    replay = shape.prioritised().replay()
+    first = 0 if before_wrap is None else shape.modulus - before_wrap
+    total = first
     state = start_at(replay.init(encode(0)), first)
-    model, largest = {}, 0.0
+    model = {}  # id of the first item -> priority, of all windows that can be drawn
+    largest = 0.0
     for name, argument in operations:
         if name == "add":
             length, mask = argument
-            keep = np.array([True] * length if mask is None else mask)
-            ids = np.full((length, *shape.lead), -1)
-            ids[keep] = shape.ids(total, keep.sum())
-            total += int(keep.sum())
+            ids, number_kept = shape.masked_ids(total, length, mask)
             state = replay.add_batch(state, encode(ids), as_mask(mask))
+            total += number_kept
             model = {i: model.get(i, largest or 1.0) for i in shape.valid(first, total)}
         else:
             # Items of now, of before, and of no time; one of those twice or more.
-            low = max(first - 1, total - 2 * shape.rows) * envs
-            high = (total + 2) * envs
-            given = {low + at % (high - low): priority for at, priority in argument}
-            known = {i: priority for i, priority in given.items() if i in model}
-            model |= known
-            largest = max([largest, *known.values()])
-            pairs = (list(given.items()) * 4)[:4]
-            indices = np.array([i for i, _ in pairs]) % (shape.modulus * envs)
-            state = replay.set_priorities(state, indices, [priority for _, priority in pairs])
+            low = max(first - 1, total - 2 * shape.rows) * shape.num_envs
+            high = (total + 2) * shape.num_envs
+            new = {low + at % (high - low): priority for at, priority in argument}
+            for i in new.keys() & model.keys():
+                model[i] = new[i]
+                largest = max(largest, new[i])
+            ids = (list(new) * 4)[:4]
+            priorities = [new[i] for i in ids]
+            state = replay.set_priorities(state, shape.index_of(ids), priorities)
 
-        wanted = np.zeros(shape.max_size)
+        weights = np.zeros(shape.max_size)
         for i, priority in model.items():
-            wanted[i % shape.max_size] = priority**0.6
-        np.testing.assert_allclose(weights_of(state, len(wanted)), wanted, rtol=1e-6, atol=0)
+            weights[i % shape.max_size] = priority**0.6
+        np.testing.assert_allclose(weights_of(state, len(weights)), weights, rtol=1e-6, atol=0)
         assert_inner_nodes_are_sums(state, 1e-6)
-        assert replay.can_sample(state) == (wanted.sum() > 0)
-        if wanted.sum() > 0:
-            sample = replay.sample(state, jax.random.key(total), 64)
-            windows = decode(sample.experience)
-            starts = windows if shape.length is None else windows[:, 0]
-            np.testing.assert_array_equal(windows, shape.window(starts))
-            np.testing.assert_array_equal(sample.indices, starts % (shape.modulus * envs))
-            of_each = wanted[starts % shape.max_size] / wanted.sum()
-            np.testing.assert_allclose(sample.probabilities, of_each, rtol=2e-6)
-            assert (of_each > 0).all()
+        assert replay.can_sample(state) == (weights.sum() > 0)
+        if weights.sum() > 0:
+            assert_draws_have_weights(weights, shape, state, jax.random.key(total))
 
 
 # ------------------------------------------------------------------------- exponents, large, small
@@ -375,16 +410,20 @@ def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
 
 @pytest.mark.parametrize("exponent", [0, slow(1), 2, slow(0.0), 0.4])
 def test_the_exponent_turns_priorities_into_weights(exponent):
+    draws = 2**14
     priorities = np.float32([0, 1, 2, 3, 0.5, 0])
     replay, state = filled(priorities, exponent)
     weights = np.float64(priorities) ** exponent
     np.testing.assert_allclose(weights_of(state, 6), weights, rtol=1e-6)
-    counts = count_draws(replay, state, 2**14, 1, 2**10)[:6]
+
+    counts = count_draws(replay, state, draws, 1, 2**10)[:6]
     is_drawn = weights > 0
     assert (counts[~is_drawn] == 0).all()
-    expected = exact(priorities, exponent) * 2**14
+    expected = exact(priorities, exponent) * draws
     assert stats.chisquare(counts[is_drawn], expected[is_drawn]).pvalue > 1e-3
-    assert replay.add(state, 6).tree[0] == np.float32(3.0) ** np.float32(exponent)
+
+    state = replay.add(state, 6)  # with the largest priority, over the oldest item
+    assert state.tree[0] == np.float32(3.0) ** np.float32(exponent)
 
 
 @pytest.mark.parametrize(
@@ -396,15 +435,17 @@ def test_large_and_small_priorities_are_drawn(priority, exponent):
     priorities = np.full(size, priority, np.float32)
     priorities[::10] = 0
     replay, state = filled(priorities, exponent)
-    assert all(np.isfinite(level).all() for level in state.tree)
+    assert np.isfinite(state.tree).all()
     assert replay.can_sample(state)
+
     counts = count_draws(replay, state, 2**16, 256, 4)[:size]
     assert counts[::10].sum() == 0
     assert stats.chisquare(counts[priorities > 0]).pvalue > 1e-3
     sample = replay.sample(state, jax.random.key(0), 256)
     np.testing.assert_allclose(sample.probabilities, 1 / 900, rtol=1e-5)
+
     state = replay.add_batch(state, jnp.arange(size))  # with the largest: all of them
-    assert all(np.isfinite(level).all() for level in state.tree)
+    assert np.isfinite(state.tree).all()
     assert replay.can_sample(state)
 
 
@@ -412,13 +453,17 @@ def test_large_and_small_priorities_are_drawn(priority, exponent):
 
 
 def test_importance_weights_are_those_by_hand():
+    """(size * P) ** -beta, divided by the largest of them."""
     weights = buffers.importance_weights(np.float32([0.1, 0.4, 0.5]), 10, 0.5)
-    # (10 P)**-0.5 is 1, 1 / 2, 1 / sqrt(5); the largest is 1
     np.testing.assert_allclose(weights, [1, 0.5, 5**-0.5], rtol=1e-6)
     assert weights.dtype == jnp.float32
+    weights = buffers.importance_weights(jnp.array([0.1, 0.4, 0.5]), 10, 0.0)
+    assert weights.tolist() == [1, 1, 1]
+
+
+def test_importance_weights_are_0_where_probabilities_are():
     weights = buffers.importance_weights(np.float32([0.2, 0.4, 0]), 10, 1)
     np.testing.assert_allclose(weights, [1, 0.5, 0], rtol=1e-6)
-    assert buffers.importance_weights(jnp.array([0.1, 0.4, 0.5]), 10, 0.0).tolist() == [1, 1, 1]
     assert buffers.importance_weights(jnp.array([0.1, 0.0]), 10, 0.0).tolist() == [1, 0]
     assert buffers.importance_weights(jnp.zeros(2), 10, 0.5).tolist() == [0, 0]
 
@@ -434,7 +479,8 @@ def test_importance_weights_undo_the_priorities(beta):
         return sample, buffers.importance_weights(sample.probabilities, replay.size(state), beta)
 
     sample, weights = weigh(state, beta)
-    wanted = (1_000 * exact(priorities, 0.6)[np.asarray(sample.experience)]) ** -beta
+    probabilities = exact(priorities, 0.6)[np.asarray(sample.experience)]
+    wanted = (1_000 * probabilities) ** -beta
     np.testing.assert_allclose(weights, wanted / wanted.max(), rtol=1e-5)
     assert weights.max() == 1
 
@@ -442,14 +488,41 @@ def test_importance_weights_undo_the_priorities(beta):
 # ------------------------------------------------------------------------------------- blind cliff
 
 STATES = 16
+GAMMA = 1 - 1 / STATES
+# The wrong action ends the episode with nothing; the right one leads on, in the last state to 1.
+VALUE_OF_RIGHT = GAMMA ** np.arange(STATES - 1.0, -1, -1)
+TRUE_VALUES = np.stack([np.zeros(STATES), VALUE_OF_RIGHT], axis=1).astype(np.float32)
+
+
+class Learner(NamedTuple):
+    values: jax.Array
+    steps: jax.Array
+    is_learnt: jax.Array
 
 
 def cliff_memory():
     """Every transition of all sequences of STATES actions, each until its first wrong action."""
-    state = np.concatenate([np.full(2 ** (STATES - i), i, np.int32) for i in range(STATES)])
-    is_right = np.concatenate([np.arange(2 ** (STATES - i)) % 2 for i in range(STATES)])
+    visits = [2 ** (STATES - i) for i in range(STATES)]  # half of the actions in a state are right
+    state = np.concatenate([np.full(n, i, np.int32) for i, n in enumerate(visits)])
+    is_right = np.concatenate([np.arange(n) % 2 for n in visits])
     order = np.random.default_rng(4).permutation(len(state))
     return {"state": state[order], "action": is_right.astype(np.int32)[order]}
+
+
+def q_learning_step(learner, transition):
+    """The learner after one transition, and its temporal difference error."""
+    values = learner.values
+    s = transition["state"]
+    a = transition["action"]
+    is_last = s == STATES - 1
+    reward = jnp.where(is_last & (a == 1), 1.0, 0.0)
+    goes_on = (a == 1) & ~is_last
+    next_value = values[jnp.minimum(s + 1, STATES - 1)].max()
+    error = reward + GAMMA * goes_on * next_value - values[s, a]
+    values = values.at[s, a].add(error / 4)
+    is_learnt = jnp.mean((values - TRUE_VALUES) ** 2) < 1e-3
+    steps = learner.steps + ~learner.is_learnt
+    return Learner(values, steps, learner.is_learnt | is_learnt), error
 
 
 def updates_until_learnt(replay, is_prioritised, cap, at_once, seed):
@@ -457,28 +530,18 @@ def updates_until_learnt(replay, is_prioritised, cap, at_once, seed):
 
     `at_once` transitions are drawn at a time: which changes nothing where draws are independent.
     """
-    gamma = 1 - 1 / STATES
-    true = jnp.stack([jnp.zeros(STATES), gamma ** jnp.arange(STATES - 1.0, -1, -1)], axis=1)
     memory = cliff_memory()
     state = replay.add_batch(replay.init(jax.tree.map(lambda x: x[0], memory)), memory)
 
-    def step(carry, item):
-        values, steps, is_learnt = carry
-        s, a = item["state"], item["action"]
-        is_last = s == STATES - 1
-        reward = jnp.where(is_last & (a == 1), 1.0, 0.0)
-        goes_on = (a == 1) & ~is_last
-        target = reward + gamma * goes_on * values[jnp.minimum(s + 1, STATES - 1)].max()
-        error = target - values[s, a]
-        values = values.at[s, a].add(error / 4)
-        steps += ~is_learnt
-        return (values, steps, is_learnt | (jnp.mean((values - true) ** 2) < 1e-3)), error
+    def goes_on(carry):
+        _, _, learner = carry
+        return ~learner.is_learnt & (learner.steps < cap)
 
     def turn(carry):
         state, key, learner = carry
         key, draw_key = jax.random.split(key)
         sample = replay.sample(state, draw_key, at_once)
-        learner, errors = jax.lax.scan(step, learner, sample.experience)
+        learner, errors = jax.lax.scan(q_learning_step, learner, sample.experience)
         if is_prioritised:
             state = replay.set_priorities(state, sample.indices, jnp.abs(errors) + 1e-6)
         return state, key, learner
@@ -486,13 +549,10 @@ def updates_until_learnt(replay, is_prioritised, cap, at_once, seed):
     @jax.jit
     def run(state, key):
         key, start = jax.random.split(key)
-        learner = 0.1 * jax.random.normal(start, (STATES, 2)), jnp.int32(0), jnp.bool(False)
-
-        def goes_on(carry):
-            _, _, (_, steps, is_learnt) = carry
-            return ~is_learnt & (steps < cap)
-
-        return jax.lax.while_loop(goes_on, turn, (state, key, learner))[2][1]
+        values = 0.1 * jax.random.normal(start, (STATES, 2))
+        learner = Learner(values, steps=jnp.int32(0), is_learnt=jnp.bool(False))
+        _, _, learner = jax.lax.while_loop(goes_on, turn, (state, key, learner))
+        return learner.steps
 
     return int(run(state, jax.random.key(seed)))
 
@@ -501,8 +561,10 @@ def updates_until_learnt(replay, is_prioritised, cap, at_once, seed):
 @pytest.mark.usefixtures("optimised")
 def test_the_blind_cliff_is_learnt_in_far_fewer_updates():
     """Schaul et al. 2016, section 3.1 and figure 1: one transition in 131,070 has a reward."""
-    size, cap = 2 ** (STATES + 1) - 2, 1_000_000  # three seeds of uniform: 1.8, 3.2, 2.0 million
-    prioritised, uniform = buffers.prioritised_replay(size, 1.0), buffers.uniform_replay(size)
+    size = 2 ** (STATES + 1) - 2
+    cap = 1_000_000  # three seeds of uniform: 1.8, 3.2, 2.0 million
+    prioritised = buffers.prioritised_replay(size, 1.0)
+    uniform = buffers.uniform_replay(size)
     with_priorities = [updates_until_learnt(prioritised, True, cap, 1, seed) for seed in range(3)]
     without = [updates_until_learnt(uniform, False, cap, 4096, seed) for seed in range(3)]
     assert max(with_priorities) < cap

@@ -41,12 +41,11 @@ def make(args, features=1, action_space=None):
 
 def layers_of(params, network=...):
     """[(kernel, bias)] of the layers in float64; of one of two stacked networks."""
-    layers = params["params"]
-    layers = [layers[f"Dense_{i}"] for i in range(len(layers))]
-    return [
-        (np.float64(layer["kernel"])[network], np.float64(layer["bias"])[network])
-        for layer in layers
-    ]
+    layers = []
+    for i in range(len(params["params"])):
+        layer = params["params"][f"Dense_{i}"]
+        layers.append((np.float64(layer["kernel"])[network], np.float64(layer["bias"])[network]))
+    return layers
 
 
 def forward(layers, x):
@@ -60,13 +59,14 @@ def forward(layers, x):
 def backward(layers, inputs, slopes):
     """Gradients [(kernel, bias)] of a loss with these slopes at the heads, and that at x."""
     x, first, second = inputs
-    gradients = [(second.T @ slope, slope.sum(axis=0)) for slope in slopes]
-    slope = sum(s @ kernel.T for s, (kernel, _) in zip(slopes, layers[2:], strict=True))
-    slope = slope * (second > 0)
-    gradients.insert(0, (first.T @ slope, slope.sum(axis=0)))
-    slope = (slope @ layers[1][0].T) * (first > 0)
-    gradients.insert(0, (x.T @ slope, slope.sum(axis=0)))
-    return gradients, slope @ layers[0][0].T
+    (first_kernel, _), (second_kernel, _), *heads = layers
+    at_second = sum(slope @ kernel.T for slope, (kernel, _) in zip(slopes, heads, strict=True))
+    at_second = at_second * (second > 0)
+    at_first = (at_second @ second_kernel.T) * (first > 0)
+    of_first = (x.T @ at_first, at_first.sum(axis=0))
+    of_second = (first.T @ at_second, at_second.sum(axis=0))
+    of_heads = [(second.T @ slope, slope.sum(axis=0)) for slope in slopes]
+    return [of_first, of_second, *of_heads], at_first @ first_kernel.T
 
 
 def log_cosh(u):
@@ -85,13 +85,20 @@ def plain_policy(actor, observation, noise):
 def plain_q(critics, observation, action):
     """Q(s, a) [2, B], and what the gradient needs."""
     x = np.concatenate([observation, action], axis=1)
-    results = [forward(critic, x) for critic in critics]
-    return np.stack([heads[0][:, 0] for heads, _ in results]), [inputs for _, inputs in results]
+    values = []
+    inputs = []
+    for critic in critics:
+        (head,), of_layers = forward(critic, x)
+        values.append(head[:, 0])
+        inputs.append(of_layers)
+    return np.stack(values), inputs
 
 
 def plain_transitions(window, n_step, gamma):
     """Reward, discount and next observation of each window, in a loop."""
-    rewards, discounts, last = [], [], []
+    rewards = []
+    discounts = []
+    next_observations = []
     for b in range(len(window.reward)):
         total = 0.0
         for t in range(n_step):
@@ -100,16 +107,18 @@ def plain_transitions(window, n_step, gamma):
                 break
         rewards.append(total)
         discounts.append(0 if window.terminated[b, t] else gamma ** (t + 1))
-        last.append(window.observation[b, t + 1])
-    return np.float64(rewards), np.float64(discounts), np.float64(last)
+        next_observations.append(window.observation[b, t + 1])
+    return np.float64(rewards), np.float64(discounts), np.float64(next_observations)
 
 
 class PlainAdam:
     """Adam of a list of arrays, epsilon 1e-8, from where another has come to."""
 
     def __init__(self, learning_rate, count, mean, square):
-        self.rate, self.count = learning_rate, int(count)
-        self.mean, self.square = mean, square
+        self.learning_rate = learning_rate
+        self.count = int(count)
+        self.mean = mean
+        self.square = square
 
     def step(self, params, gradients):
         self.count += 1
@@ -117,17 +126,19 @@ class PlainAdam:
         self.square = [0.999 * v + 1e-3 * g**2 for v, g in zip(self.square, gradients, strict=True)]
         new = []
         for x, m, v in zip(params, self.mean, self.square, strict=True):
-            m = m / (1 - 0.9**self.count)
-            v = v / (1 - 0.999**self.count)
-            new.append(x - self.rate * m / (np.sqrt(v) + 1e-8))
+            mean = m / (1 - 0.9**self.count)
+            square = v / (1 - 0.999**self.count)
+            new.append(x - self.learning_rate * mean / (np.sqrt(square) + 1e-8))
         return new
 
 
 def flat(layers):
+    """The arrays of layers [(kernel, bias)] in one list."""
     return [array for layer in layers for array in layer]
 
 
 def pairs(arrays):
+    """The layers [(kernel, bias)] of such a list."""
     return list(zip(arrays[::2], arrays[1::2], strict=True))
 
 
@@ -140,27 +151,34 @@ class PlainSAC:
         self.targets = [layers_of(state.target_critics, k) for k in range(2)]
         self.actor = layers_of(state.policy.params["actor"])
         self.log_alpha = float(state.policy.params["log_alpha"])
-        (count, mu, nu), _ = state.critic_opt_state
+
+        (count, mean, square), _ = state.critic_opt_state
         self.critic_adams = []
         for k in range(2):
-            moments = flat(layers_of(mu, k)), flat(layers_of(nu, k))
-            self.critic_adams.append(PlainAdam(args.q_lr, count, *moments))
+            mean_k = flat(layers_of(mean, k))
+            square_k = flat(layers_of(square, k))
+            self.critic_adams.append(PlainAdam(args.q_lr, count, mean_k, square_k))
         adams = state.policy.opt_state.inner_states
-        count, mu, nu = adams["actor"].inner_state[0]
-        moments = flat(layers_of(mu["actor"])), flat(layers_of(nu["actor"]))
-        self.actor_adam = PlainAdam(args.policy_lr, count, *moments)
-        count, mu, nu = adams["log_alpha"].inner_state[0]
-        moments = [np.float64(mu["log_alpha"])], [np.float64(nu["log_alpha"])]
-        self.alpha_adam = PlainAdam(args.q_lr, count, *moments)
+        count, mean, square = adams["actor"].inner_state[0]
+        mean = flat(layers_of(mean["actor"]))
+        square = flat(layers_of(square["actor"]))
+        self.actor_adam = PlainAdam(args.policy_lr, count, mean, square)
+        count, mean, square = adams["log_alpha"].inner_state[0]
+        mean = [np.float64(mean["log_alpha"])]
+        square = [np.float64(square["log_alpha"])]
+        self.alpha_adam = PlainAdam(args.q_lr, count, mean, square)
 
     def update_critics(self, window, noise):
         """The losses [2] and mean values [2]."""
         reward, discount, last = plain_transitions(window, self.args.n_step, self.args.gamma)
-        action, log_prob, _ = plain_policy(self.actor, last, noise)
-        next_q = plain_q(self.targets, last, action)[0].min(axis=0)
-        target = reward + discount * (next_q - np.exp(self.log_alpha) * log_prob)
+        next_action, log_prob, _ = plain_policy(self.actor, last, noise)
+        next_q, _ = plain_q(self.targets, last, next_action)
+        next_value = next_q.min(axis=0) - np.exp(self.log_alpha) * log_prob
+        target = reward + discount * next_value
+
         valid = window.valid[:, 0]
-        observation, action = np.float64(window.observation[:, 0]), np.float64(window.action[:, 0])
+        observation = np.float64(window.observation[:, 0])
+        action = np.float64(window.action[:, 0])
         q, inputs = plain_q(self.critics, observation, action)
         for k in range(2):
             slope = 2 * (q[k] - target) * valid / valid.sum()
@@ -179,6 +197,8 @@ class PlainSAC:
         alpha = np.exp(self.log_alpha)
         actor_loss = (weight * (alpha * log_prob - q.min(axis=0))).sum()
         alpha_loss = alpha * (weight * (-log_prob + action.shape[1])).sum()
+
+        # The gradient at the actions, of the smaller value of the two critics.
         at_action = 0
         for k in range(2):
             slope = -weight * (q.argmin(axis=0) == k)
@@ -190,14 +210,16 @@ class PlainSAC:
         at_raw = at_log_std * 3.5 * (1 - np.tanh(raw) ** 2)
         gradient, _ = backward(self.actor, inputs, [at_u, at_raw])
         self.actor = pairs(self.actor_adam.step(flat(self.actor), flat(gradient)))
+        # The loss of alpha is proportional to it, so that it is its own slope by log_alpha.
         (self.log_alpha,) = self.alpha_adam.step([self.log_alpha], [alpha_loss])
         return actor_loss, alpha_loss
 
     def update_targets(self):
+        tau = self.args.tau
         for k in range(2):
-            old, new = flat(self.targets[k]), flat(self.critics[k])
-            tau = self.args.tau
-            mixed = [(1 - tau) * a + tau * b for a, b in zip(old, new, strict=True)]
+            mixed = []
+            for old, new in zip(flat(self.targets[k]), flat(self.critics[k]), strict=True):
+                mixed.append((1 - tau) * old + tau * new)
             self.targets[k] = pairs(mixed)
 
 
@@ -250,8 +272,8 @@ def random_window(rng, rows, steps, features, actions):
         truncated=(ends > 0.2) & (ends < 0.4),
         valid=ends < 0.8,
     )
-    first = (window.terminated[:, 0], window.truncated[:, 0], ~window.valid[:, 0])
-    assert min(kind.sum() for kind in first) > 3
+    for kind in (window.terminated, window.truncated, ~window.valid):
+        assert kind[:, 0].sum() > 3
     return window
 
 
@@ -265,46 +287,54 @@ def with_windows(args, features, action_space):
     return alg
 
 
+def plain_gradient_step(plain, window, key, update, policy_losses):
+    """The metrics of a step of a PlainSAC, with the noise that `gradient_step` draws.
+
+    The policy's losses are the last ones where it is not its turn.
+    """
+
+    def noise(key):
+        return np.float64(jax.random.normal(key, window.action[:, 0].shape))
+
+    _, critic_key, policy_key = jax.random.split(key, 3)
+    losses, values = plain.update_critics(window, noise(critic_key))
+    if update % 2 == 0:
+        for own_key in jax.random.split(policy_key, 2):
+            policy_losses = plain.update_policy(window, noise(own_key))
+    plain.update_targets()
+    return {
+        "losses/qf1_loss": losses[0],
+        "losses/qf2_loss": losses[1],
+        "losses/qf_loss": losses.mean(),
+        "losses/qf1_values": values[0],
+        "losses/qf2_values": values[1],
+        "losses/actor_loss": policy_losses[0],
+        "losses/alpha_loss": policy_losses[1],
+        "losses/alpha": np.exp(plain.log_alpha),
+    }
+
+
 @pytest.mark.parametrize("n_step", [slow(1), 3])
-def test_gradient_steps_against_numpy(n_step):
+def test_gradient_steps_are_what_numpy_gives(n_step):
     """Three of the critics, of which the first and the third are followed by two of the policy."""
     rng = np.random.default_rng(n_step)
-    rows, features, actions = 64, 5, 3
-    args = Args(n_step=n_step, tau=0.05, batch_size=rows, gamma=0.9)
-    alg = with_windows(args, features, box((-1, 1), (-2, 2), (0, 5)))
+    args = Args(n_step=n_step, tau=0.05, batch_size=64, gamma=0.9)
+    alg = with_windows(args, 5, box((-1, 1), (-2, 2), (0, 5)))
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     targets = jax.jit(alg.init)(jax.random.PRNGKey(1)).critics  # not those of the critics
     policy = state.policy._replace(params=state.policy.params | {"log_alpha": jnp.float32(-0.7)})
     state = state._replace(target_critics=targets, policy=policy)
     gradient_step = jax.jit(alg.gradient_step)
     for update in range(3):
-        window = random_window(rng, rows, n_step + 1, features, actions)
+        window = random_window(rng, rows=64, steps=n_step + 1, features=5, actions=3)
         key = jax.random.PRNGKey(10 + update)
         before = PlainSAC(args, state)
         plain = PlainSAC(args, state)
-        policy_losses = np.asarray(state.policy.losses)
+        expected = plain_gradient_step(plain, window, key, update, state.policy.losses)
+
         state, metrics = gradient_step(state._replace(replay=window), key, update)
-        after = PlainSAC(args, state)
-        # The same in NumPy, with the same noise.
-        _, critic_key, policy_key = jax.random.split(key, 3)
-        noise = np.float64(jax.random.normal(critic_key, (rows, actions)))
-        losses, values = plain.update_critics(window, noise)
-        if update % 2 == 0:
-            for key in jax.random.split(policy_key, 2):
-                noise = np.float64(jax.random.normal(key, (rows, actions)))
-                policy_losses = plain.update_policy(window, noise)
-        plain.update_targets()
-        assert_same_state(before, after, plain)
-        expected = {
-            "losses/qf1_loss": losses[0],
-            "losses/qf2_loss": losses[1],
-            "losses/qf_loss": losses.mean(),
-            "losses/qf1_values": values[0],
-            "losses/qf2_values": values[1],
-            "losses/actor_loss": policy_losses[0],
-            "losses/alpha_loss": policy_losses[1],
-            "losses/alpha": np.exp(plain.log_alpha),
-        }
+
+        assert_same_state(before, PlainSAC(args, state), plain)
         assert metrics.keys() == expected.keys()
         for tag, value in expected.items():
             np.testing.assert_allclose(metrics[tag], value, rtol=1e-5, atol=1e-5, err_msg=tag)
@@ -315,11 +345,11 @@ def test_a_batch_of_resets_changes_nothing():
     args = Args(n_step=3, tau=0.05, batch_size=64, gamma=0.9)
     alg = with_windows(args, 5, box((-1, 1), (-2, 2), (0, 5)))
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    window = random_window(np.random.default_rng(0), 64, 4, 5, 3)
-    window = window._replace(valid=np.zeros_like(window.valid))
-    after, metrics = jax.jit(alg.gradient_step)(
-        state._replace(replay=window), jax.random.PRNGKey(1), 0
-    )
+    window = random_window(np.random.default_rng(0), rows=64, steps=4, features=5, actions=3)
+    state = state._replace(replay=window._replace(valid=np.zeros_like(window.valid)))
+
+    after, metrics = jax.jit(alg.gradient_step)(state, jax.random.PRNGKey(1), 0)
+
     jax.tree.map(np.testing.assert_array_equal, after.critics, state.critics)
     jax.tree.map(np.testing.assert_array_equal, after.policy.params, state.policy.params)
     assert {float(value) for value in metrics.values()} == {0.0, 1.0}  # alpha is 1
@@ -331,81 +361,129 @@ def test_a_batch_of_resets_changes_nothing():
 def with_gaussian(mean, log_std):
     """The algorithm, whose actor gives this mean and log deviation [A] for any observation."""
     alg = make(Args(), action_space=box(*[(-1, 1)] * len(mean)))
-    mean, log_std = np.float32(mean), np.float32(log_std)
-    alg.actor = SimpleNamespace(
-        apply=lambda params, x: tuple(np.broadcast_to(y, (len(x), len(y))) for y in (mean, log_std))
-    )
+
+    def apply(params, observation):
+        shape = (len(observation), len(mean))
+        return [np.broadcast_to(np.float32(x), shape) for x in (mean, log_std)]
+
+    alg.actor = SimpleNamespace(apply=apply)
     return alg
 
 
-def test_log_probability_is_that_of_scipy():
-    """Far out, too, where tanh is 1 in float32."""
-    mean, log_std = [0.5, -1.0, 0.0], [-1.0, 0.3, 2.0]
-    alg = with_gaussian(mean, log_std)
+MEAN = [0.5, -1.0, 0.0]
+LOG_STD = [-1.0, 0.3, 2.0]
+
+
+def noise_far_out():
+    """Noise [1000, 3], of which the first rows are so large that tanh is 1 in float32."""
     noise = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
     noise[:4] *= 20
-    action, log_prob = alg.sample_actions(None, np.zeros((1000, 1)), noise)
-    u = mean + np.exp(log_std) * noise
-    expected = norm.logpdf(u, mean, np.exp(log_std)) + 2 * log_cosh(u)
+    return noise
+
+
+def test_log_probability_is_that_of_scipy():
+    """Far out, too."""
+    alg = with_gaussian(MEAN, LOG_STD)
+    noise = noise_far_out()
+    u = MEAN + np.exp(LOG_STD) * noise
     assert np.abs(u).max() > 100
+
+    action, log_prob = alg.sample_actions(None, np.zeros((1000, 1)), noise)
+
+    expected = norm.logpdf(u, MEAN, np.exp(LOG_STD)) + 2 * log_cosh(u)
     np.testing.assert_allclose(log_prob, expected.sum(axis=1), rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(action, np.tanh(u), rtol=1e-4)
-    slope = jax.grad(lambda noise: alg.sample_actions(None, noise, noise)[1].sum())(noise)
-    assert np.isfinite(slope).all()
+
+
+def test_log_probability_has_a_finite_gradient():
+    """Far out, too."""
+    alg = with_gaussian(MEAN, LOG_STD)
+
+    def total_log_prob(noise):
+        _, log_prob = alg.sample_actions(None, noise, noise)
+        return log_prob.sum()
+
+    assert np.isfinite(jax.grad(total_log_prob)(noise_far_out())).all()
 
 
 def test_density_of_actions_integrates_to_one():
     alg = with_gaussian([0.4], [-0.7])
     noise = np.linspace(-8, 8, 4001, dtype=np.float32)[:, None]
     action, log_prob = alg.sample_actions(None, noise, noise)
-    np.testing.assert_allclose(np.trapezoid(np.exp(log_prob), action[:, 0]), 1, rtol=1e-3)
+    integral = np.trapezoid(np.exp(log_prob), action[:, 0])
+    np.testing.assert_allclose(integral, 1, rtol=1e-3)
+
+
+def box_of_eight(dtype):
+    """Bounds that float32 does not have exactly, or far apart; the last axis is a point."""
+    low = np.array([-1, -2, 0, 0.1, -0.3, 1e-8, -3e38, 5], dtype)
+    high = np.array([1, 2, 5, 0.3, 0.7, 1e8, 3e38, 5], dtype)
+    return gym.spaces.Box(low, high, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_actions_reach_the_bounds_and_never_leave_them(dtype):
-    rng = np.random.default_rng(0)
-    low = np.array([-1, -2, 0, 0.1, -0.3, 1e-8, -3e38, 5], dtype)
-    high = np.array([1, 2, 5, 0.3, 0.7, 1e8, 3e38, 5], dtype)  # the last axis is a point
-    space = gym.spaces.Box(low, high, dtype=dtype)
+    space = box_of_eight(dtype)
     alg = make(Args(), action_space=space)
     ends = np.float32([-1, 0, 1])[:, None].repeat(8, axis=1)
-    expected = [low, low / 2 + high / 2, high]
+    expected = [space.low, space.low / 2 + space.high / 2, space.high]
     np.testing.assert_allclose(alg.to_env_action(ends), expected, rtol=1e-6)
-    for action in rng.uniform(-1, 1, (1000, 8)).astype(np.float32):
-        assert space.contains(alg.to_env_action(action))
     compiled_action = jax.jit(alg.to_env_action)(jnp.asarray(ends))
     np.testing.assert_allclose(compiled_action, expected, rtol=1e-6)
-    # The policy stays in the box whatever it sees.
+    for action in np.random.default_rng(0).uniform(-1, 1, (1000, 8)).astype(np.float32):
+        assert space.contains(alg.to_env_action(action))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_policy_stays_in_the_box_whatever_it_sees(dtype):
+    space = box_of_eight(dtype)
+    alg = make(Args(), action_space=space)
     params = jax.jit(lambda key: alg.acting_params(alg.init(key)))(jax.random.PRNGKey(0))
     noise = np.array(alg.draw_noise(jax.random.PRNGKey(1), 50_000, (1, 100)))[0]
     noise[:, 0] *= 100
-    actions = alg.act(params, rng.normal(scale=1e6, size=(100, 1)).astype(np.float32), noise)
+    observation = np.random.default_rng(0).normal(scale=1e6, size=(100, 1)).astype(np.float32)
+
+    actions = np.asarray(alg.act(params, observation, noise))
+
     assert np.abs(actions).max() == 1
-    for action in np.asarray(actions):
+    for action in actions:
         assert space.contains(alg.to_env_action(action))
 
 
-def test_random_actions_until_learning_starts():
-    """They are uniform; then the policy acts by its noise, and without noise by its mean."""
+def before_learning():
+    """The algorithm, that learns from step 400 on, parameters to act with, and observations."""
     args = Args(num_envs=4, learning_starts=400)
     alg = make(args, action_space=box((-1, 1), (0, 3)))
+    params = alg.acting_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    return alg, params, np.float32([[0.3], [-2.0], [0.0], [9.0]])
+
+
+def test_actions_are_random_until_learning_starts():
+    """They are uniform, and a part of the noise."""
+    alg, params, observation = before_learning()
     draw = jax.vmap(alg.draw_noise, in_axes=(None, 0, None))
-    key = jax.random.PRNGKey(0)
-    noise = np.asarray(draw(key, np.arange(0, 400, 4), (1, 4)))
+    noise = np.asarray(draw(jax.random.PRNGKey(0), np.arange(0, 400, 4), (1, 4)))
     assert noise.shape == (100, 1, 4, 2, 2)
-    assert kstest(noise[..., 0, :].ravel(), "norm").pvalue > 0.01
-    assert kstest(noise[..., 1, :].ravel(), "uniform", args=(-1, 2)).pvalue > 0.01
-    params = alg.acting_params(jax.jit(alg.init)(key))
-    observation = np.float32([[0.3], [-2.0], [0.0], [9.0]])
+    normal = noise[..., 0, :]
+    uniform = noise[..., 1, :]
+    assert kstest(normal.ravel(), "norm").pvalue > 0.01
+    assert kstest(uniform.ravel(), "uniform", args=(-1, 2)).pvalue > 0.01
     action = alg.act(params, observation, noise[0, 0])
-    np.testing.assert_array_equal(action, noise[0, 0, :, 1])
-    later = np.asarray(alg.draw_noise(key, 400, (1, 4)))[0]
-    assert np.isnan(later[:, 1]).all()
+    np.testing.assert_array_equal(action, uniform[0, 0])
+
+
+def test_the_policy_acts_when_learning_has_started():
+    """By its noise, and without noise by its mean."""
+    alg, params, observation = before_learning()
+    noise = np.asarray(alg.draw_noise(jax.random.PRNGKey(0), 400, (1, 4)))[0]
+    assert np.isnan(noise[:, 1]).all()
     mean, log_std = alg.actor.apply(params, observation)
     assert ((log_std > -5) & (log_std < 2)).all()
-    expected = np.tanh(mean + np.exp(log_std) * later[:, 0])
-    np.testing.assert_allclose(alg.act(params, observation, later), expected, rtol=1e-4)
+
+    action = alg.act(params, observation, noise)
     greedy = alg.act(params, observation, np.stack([alg.no_noise] * 4))
+
+    np.testing.assert_allclose(action, np.tanh(mean + np.exp(log_std) * noise[:, 0]), rtol=1e-4)
     np.testing.assert_allclose(greedy, np.tanh(mean), rtol=1e-5)
 
 
@@ -493,7 +571,8 @@ def learned(kind, **flags):
     env_kwargs = f'{{"kind": "{kind}"}}'
     run = Run(env_id="Target-v0", env_kwargs=env_kwargs, eval_episodes=0, checkpoint_interval=0)
     state, _, _ = train(args, run)
-    return sac_jax.set_up(args, run)[0], state
+    alg, _ = sac_jax.set_up(args, run)
+    return alg, state
 
 
 def q_of(alg, state, actions, states=1):
@@ -534,7 +613,7 @@ GOES = ("goes", [2.0])
 @pytest.mark.parametrize(
     ("kind", "values", "n_step"), [slow(*ENDS, 1), (*ENDS, 3), (*GOES, 1), slow(*GOES, 3)]
 )
-def test_values_at_both_kinds_of_end(kind, values, n_step, simple_networks):
+def test_values_are_right_at_both_kinds_of_end(kind, values, n_step, simple_networks):
     """Without entropy: a time limit is bootstrapped over, an end is not."""
     alg, state = learned(kind, autotune=False, alpha=0.0, n_step=n_step)
     assert state.policy.params["log_alpha"] == -np.inf
@@ -550,13 +629,19 @@ def test_the_value_has_the_entropy_of_later_steps(simple_networks):
     np.testing.assert_allclose(q_of(alg, state, ACTIONS), 2 + 0.5 * entropy, atol=0.05)
 
 
-def test_the_policy_makes_as_many_steps_as_the_critics(simple_networks):
-    """Two, after every second one; with many seeds this stays a branch."""
+def learner_and_rollout():
+    """An algorithm with a train step after every step of 4 environments, and such a step."""
     args = Args(num_envs=4, train_frequency=2, learning_starts=32, batch_size=8, buffer_size=100)
     alg = make(args)
     assert alg.rollout_shape == (1, 4)
     rollout = jax.tree.map(lambda x: np.zeros((1, 4, *x.shape), x.dtype), alg.example)
     rollout = rollout._replace(valid=np.ones((1, 4), bool), next_observation=np.zeros((4, 1)))
+    return alg, rollout
+
+
+def test_the_policy_makes_as_many_steps_as_the_critics(simple_networks):
+    """Two, after every second one."""
+    alg, rollout = learner_and_rollout()
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     train_step = jax.jit(alg.train_step)
     for step in range(0, 52, 4):
@@ -566,13 +651,19 @@ def test_the_policy_makes_as_many_steps_as_the_critics(simple_networks):
         assert np.isnan(metrics["losses/qf_loss"]) == (not learns)
     jax.tree.map(np.testing.assert_array_equal, params, state.policy.params["actor"])
     adams = state.policy.opt_state.inner_states
-    counts = [adams[name].inner_state[0].count for name in ("actor", "log_alpha")]
-    assert [int(state.critic_opt_state[0].count), *counts] == [10, 10, 10]
-    states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
-    rollouts = jax.tree.map(lambda x: np.stack([x, x]), rollout)
+    assert int(state.critic_opt_state[0].count) == 10
+    assert int(adams["actor"].inner_state[0].count) == 10
+    assert int(adams["log_alpha"].inner_state[0].count) == 10
+
+
+def test_with_many_seeds_the_steps_of_the_policy_are_still_skipped(simple_networks):
+    """They stay a branch of the program, and do not become a choice between results."""
+    alg, rollout = learner_and_rollout()
     keys = jax.random.split(jax.random.PRNGKey(0))
-    both = jax.vmap(alg.train_step, in_axes=(0, 0, 0, None))
-    assert "cond[" in str(jax.make_jaxpr(both)(states, rollouts, keys, 48))
+    states = jax.eval_shape(jax.vmap(alg.init), keys)
+    rollouts = jax.tree.map(lambda x: np.stack([x, x]), rollout)
+    of_both_seeds = jax.vmap(alg.train_step, in_axes=(0, 0, 0, None))
+    assert "cond[" in str(jax.make_jaxpr(of_both_seeds)(states, rollouts, keys, 48))
 
 
 # --- runs
@@ -616,6 +707,9 @@ def test_learning_starts_is_checked(flags, run_main, tmp_path):
     assert "must be from batch_size 256 to total_timesteps" in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_learning_starts_of_0_is_the_batch_size():
     assert make(Args(learning_starts=0)).learning_starts == 256
 
 
@@ -682,7 +776,7 @@ def test_an_ordinary_run_goes_on_with_its_agent(simple_networks, monkeypatch):
 
 
 @pytest.mark.parametrize("env_id", [slow("phys2d/Pendulum-v0"), slow("Pendulum-v1")])
-def test_pendulum(env_id, optimised):
+def test_a_pendulum_is_swung_up(env_id, optimised):
     """A policy that does not swing it up has about -1200."""
     args = Args(total_timesteps=6_000, learning_starts=1_000, buffer_size=6_000)
     run = Run(env_id=env_id, eval_interval=10_000)

@@ -178,29 +178,63 @@ def test_a_run_of_another_script_cannot_be_resumed(run_main, tmp_path):
     assert list(tmp_path.iterdir()) == [saved]
 
 
+def steps_of_points(name):
+    """Where a run of 2,000 steps in 4 environments has points, with a log interval of 100.
+
+    An iteration has 20 steps; that of PPO has 64, and each second of them, or the one after it,
+    reaches a multiple of 100.
+    """
+    ends = range(20, 2_001, 20) if name != "ppo_jax" else range(64, 2_049, 64)
+    size = ends.step
+    return [end for end in ends if end // 100 > (end - size) // 100]
+
+
+def assert_prints_progress(printed, folder, env_id, points):
+    nothing, first, *progress, evaluation, last = printed.strip().splitlines()
+    assert nothing == "nothing is saved, because checkpoints.py is not beside the script"
+    assert first == f"{folder}: 4 x {env_id}, cpu"
+    line = r"([\d,]+) steps, [\d,]+ a second, return ([-\d.]+|none yet)"
+    shown = [re.fullmatch(line, x) for x in progress]
+    assert [int(x[1].replace(",", "")) for x in shown] == points
+    assert re.fullmatch(rf"{points[-1]:,} steps: return [-\d.]+ in an evaluation", evaluation)
+    assert re.fullmatch(rf"{folder}: mean return of the last episodes [-\d.]+ \(seed 1\)", last)
+
+
+# What is in the charts of each script, and of one of them alone.
+COMMON_CHARTS = "charts/episodic_return charts/episodic_length charts/SPS eval/episodic_return"
+OWN_CHARTS = {
+    "dqn_jax": "losses/td_loss losses/q_values charts/epsilon charts/gradient_steps",
+    "per_dqn_jax": "losses/td_loss losses/q_values losses/importance_weight_min "
+    "losses/priority_max charts/epsilon charts/gradient_steps charts/beta",
+    "ppo_jax": "losses/policy_loss losses/value_loss losses/entropy losses/old_approx_kl "
+    "losses/approx_kl losses/clipfrac losses/explained_variance charts/learning_rate",
+    "sac_jax": "losses/qf1_values losses/qf2_values losses/qf1_loss losses/qf2_loss "
+    "losses/qf_loss losses/actor_loss losses/alpha losses/alpha_loss charts/gradient_steps",
+}
+
+
+def assert_charts_are_complete(scalars, name, points):
+    assert set(scalars) == set(f"{COMMON_CHARTS} {OWN_CHARTS[name]}".split())
+    for tag, values in scalars.items():
+        steps = [step for step, _ in values]
+        assert np.isfinite([value for _, value in values]).all(), tag
+        assert steps == sorted(set(steps)), tag
+        assert set(steps) <= set(points), tag
+    assert [step for step, _ in scalars["charts/SPS"]] == points
+    assert [step for step, _ in scalars["eval/episodic_return"]] == points[-1:]
+
+
 @pytest.mark.parametrize("name", [slow("dqn_jax"), "per_dqn_jax", slow("ppo_jax"), "sac_jax"])
 def test_copied_with_buffers_alone_it_runs_and_its_events_can_be_read(name, tmp_path):
+    module = SCRIPTS[name]
     for file in (f"{name}.py", "buffers.py"):
         shutil.copy(ROOT / file, tmp_path)
     flags = f"--total-timesteps 2000 --num-envs 4 --log-interval 100 {SMALL[name]}"
     done = run_script(name, flags, tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
-    nothing, first, *progress, evaluation, last = done.stdout.strip().splitlines()
-
-    # An iteration has 20 steps; that of PPO has 64, and each second of them, or the one after it,
-    # reaches a multiple of 100.
-    ends = range(20, 2_001, 20) if name != "ppo_jax" else range(64, 2_049, 64)
-    size = ends.step
-    points = [end for end in ends if end // 100 > (end - size) // 100]
-    assert nothing == "nothing is saved, because checkpoints.py is not beside the script"
-    module = SCRIPTS[name]
-    assert first == f"{folder}: 4 x {module.ENV_ID}, cpu"
-    line = r"([\d,]+) steps, [\d,]+ a second, return ([-\d.]+|none yet)"
-    shown = [re.fullmatch(line, x) for x in progress]
-    assert [int(x[1].replace(",", "")) for x in shown] == points
-    assert re.fullmatch(rf"{points[-1]:,} steps: return [-\d.]+ in an evaluation", evaluation)
-    assert re.fullmatch(rf"{folder}: mean return of the last episodes [-\d.]+ \(seed 1\)", last)
+    points = steps_of_points(name)
+    assert_prints_progress(done.stdout, folder, module.ENV_ID, points)
 
     arguments, events = sorted(folder.iterdir())
     assert arguments.name == "args.json"
@@ -210,24 +244,7 @@ def test_copied_with_buffers_alone_it_runs_and_its_events_can_be_read(name, tmp_
     assert saved["run"].keys() == vars(module.Run()).keys()
 
     scalars, table = read_events(folder)
-    own = {
-        "dqn_jax": "losses/td_loss losses/q_values charts/epsilon charts/gradient_steps",
-        "per_dqn_jax": "losses/td_loss losses/q_values losses/importance_weight_min "
-        "losses/priority_max charts/epsilon charts/gradient_steps charts/beta",
-        "ppo_jax": "losses/policy_loss losses/value_loss losses/entropy losses/old_approx_kl "
-        "losses/approx_kl losses/clipfrac losses/explained_variance charts/learning_rate",
-        "sac_jax": "losses/qf1_values losses/qf2_values losses/qf1_loss losses/qf2_loss "
-        "losses/qf_loss losses/actor_loss losses/alpha losses/alpha_loss charts/gradient_steps",
-    }
-    common = "charts/episodic_return charts/episodic_length charts/SPS eval/episodic_return"
-    assert set(scalars) == set(f"{common} {own[name]}".split())
-    for tag, values in scalars.items():
-        steps = [step for step, _ in values]
-        assert np.isfinite([value for _, value in values]).all(), tag
-        assert steps == sorted(set(steps)), tag
-        assert set(steps) <= set(points), tag
-    assert [step for step, _ in scalars["charts/SPS"]] == points
-    assert [step for step, _ in scalars["eval/episodic_return"]] == points[-1:]
+    assert_charts_are_complete(scalars, name, points)
     assert f"|env_id|{module.ENV_ID}|" in table
     assert "|total_timesteps|2000|" in table
 
@@ -361,9 +378,13 @@ def test_atari_is_the_same_environment_at_every_number():
     pytest.importorskip("ale_py")
     kwargs = json.dumps({"max_num_frames_per_episode": 200, "reward_clipping": False})
     run = dqn_jax.Run(env_id="ale_py:ALE/Pong-v5", env_kwargs=kwargs)
-    one, many = [dqn_jax.make_envs(dqn_jax.Args(), run, n) for n in (1, 8)]
+    one = dqn_jax.make_envs(dqn_jax.Args(), run, 1)
+    many = dqn_jax.make_envs(dqn_jax.Args(), run, 8)
     assert one.single_observation_space == many.single_observation_space
     for envs in (one, many):
         envs.reset(seed=3)
-        cut = [envs.step(np.zeros(envs.num_envs, int))[3].all() for _ in range(50)]
+        cut = []
+        for _ in range(50):
+            _, _, _, truncated, _ = envs.step(np.zeros(envs.num_envs, int))
+            cut.append(truncated.all())
         assert cut == [False] * 49 + [True]

@@ -34,17 +34,39 @@ def rows(start, stop, envs=2):
     return {"count": count, "frame": frame.astype(np.uint8)}
 
 
+def row(i):
+    """Row i of the run that `rows` has, as `add` takes it."""
+    return jax.tree.map(lambda x: x[0], rows(i, i + 1))
+
+
+def rows_of_another_run(start, stop):
+    """Rows of which none is like the one that `rows` has there."""
+    return jax.tree.map(lambda x: x + 1, rows(start, stop))
+
+
+def replay_and_vault(path):
+    """A replay of ten rows, each of two environments, and a vault for what it holds."""
+    return buffers.uniform_replay(20, num_envs=2), Vault(path, ITEM, num_envs=2)
+
+
+def copied(state):
+    """A state to add to where the original is needed later: `add` and `add_batch` donate theirs."""
+    return jax.tree.map(jnp.copy, state)
+
+
 def assert_holds(vault, start, stop, envs=2):
-    got, expected = vault.read(start, stop), rows(start, stop, envs)
-    for name, x in expected.items():
+    got = vault.read(start, stop)
+    for name, x in rows(start, stop, envs).items():
         assert got[name].dtype == x.dtype
         np.testing.assert_array_equal(got[name], x)
 
 
 @pytest.mark.parametrize("factory", [buffers.uniform_replay, buffers.prioritised_replay])
 def test_row_r_of_the_run_is_row_r_of_the_vault(tmp_path, factory):
-    replay, vault = factory(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
-    state, total = replay.init(ITEM), 0
+    replay = factory(20, num_envs=2)
+    vault = Vault(tmp_path, ITEM, num_envs=2)
+    state = replay.init(ITEM)
+    total = 0
     for count in (3, 7, 10, 0, 1, 9, 5, 10):  # over the end of the ring, and all of it at once
         state = replay.add_batch(state, rows(total, total + count))
         assert vault.write(state) == count
@@ -52,20 +74,34 @@ def test_row_r_of_the_run_is_row_r_of_the_vault(tmp_path, factory):
         total += count
         assert len(vault) == total
         assert_holds(vault, 0, total)
+
     assert_holds(Vault(tmp_path, ITEM, num_envs=2), 17, 31)
     with pytest.raises(IndexError, match="rows 3 to 46, of a vault that has 45"):
         vault.read(3, 46)
 
 
 def test_a_queue_is_written_with_what_was_popped_since(tmp_path):
-    queue, vault = buffers.circular_buffer(8), Vault(tmp_path, ITEM)
+    queue = buffers.circular_buffer(8)
+    vault = Vault(tmp_path, ITEM)
     items = jax.tree.map(lambda x: x[:, 0], rows(0, 12, 1))
-    state = queue.add_batch(queue.init(ITEM), jax.tree.map(lambda x: x[:6], items))
+    first_six = jax.tree.map(lambda x: x[:6], items)
+    last_six = jax.tree.map(lambda x: x[6:], items)
+
+    state = queue.add_batch(queue.init(ITEM), first_six)
     assert vault.write(state) == 6
     state, _ = queue.pop(state, 4)
-    state = queue.add_batch(state, jax.tree.map(lambda x: x[6:], items))
+    state = queue.add_batch(state, last_six)
     assert vault.write(state) == 6
     np.testing.assert_array_equal(vault.read(0, 12)["frame"], items["frame"])
+
+
+def test_an_item_that_was_added_and_popped_between_two_writes_is_gone(tmp_path):
+    queue = buffers.circular_buffer(8)
+    vault = Vault(tmp_path, ITEM)
+    state = queue.init(ITEM)
+    for _ in range(8):
+        state = queue.add(state, ITEM)
+    vault.write(state)
     state = queue.add(state, ITEM)
     state, _ = queue.pop(state, 8)
     with pytest.raises(ValueError, match="1 rows are gone: write before 1 more are added"):
@@ -73,11 +109,11 @@ def test_a_queue_is_written_with_what_was_popped_since(tmp_path):
 
 
 def test_rows_that_were_overwritten_are_an_error_that_counts_them(tmp_path):
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    replay, vault = replay_and_vault(tmp_path)
     state = replay.add_batch(replay.init(ITEM), rows(0, 4))
     vault.write(state)
     for i in range(4, 17):
-        state = replay.add(state, jax.tree.map(lambda x: x[0], rows(i, i + 1)))
+        state = replay.add(state, row(i))
     with pytest.raises(ValueError, match="3 rows are gone: write before 11 more are added"):
         vault.write(state)
     assert_holds(vault, 0, 4)
@@ -85,83 +121,104 @@ def test_rows_that_were_overwritten_are_an_error_that_counts_them(tmp_path):
 
 
 def test_a_resumed_run_writes_over_what_came_after_its_checkpoint(tmp_path):
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    replay, vault = replay_and_vault(tmp_path)
     checkpoint = replay.add_batch(replay.init(ITEM), rows(0, 8))
     vault.write(checkpoint)
-    other = jax.tree.map(lambda x: x + 1, rows(8, 15))
-    state = replay.add_batch(jax.tree.map(jnp.copy, checkpoint), other)
+    state = replay.add_batch(copied(checkpoint), rows_of_another_run(8, 15))
     assert vault.write(state) == 7
     del vault
+
     again = Vault(tmp_path, ITEM, num_envs=2)
     assert again.write(checkpoint) == 0
     assert len(again) == 8
-    assert again.write(replay.add_batch(checkpoint, rows(8, 13))) == 5
+    state = replay.add_batch(checkpoint, rows(8, 13))
+    assert again.write(state) == 5
     assert_holds(again, 0, 13)
 
 
 def test_another_run_is_an_error(tmp_path):
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    replay, vault = replay_and_vault(tmp_path)
     vault.write(replay.add_batch(replay.init(ITEM), rows(0, 8)))
     del vault
+
     new = Vault(tmp_path, ITEM, num_envs=2)
     for count in (0, 3, 8, 9):
-        other = jax.tree.map(lambda x, n=count: x[:n] + 1, rows(0, 10))
+        other = replay.add_batch(replay.init(ITEM), rows_of_another_run(0, count))
         with pytest.raises(ValueError, match="8 rows of another run: take a new path"):
-            new.write(replay.add_batch(replay.init(ITEM), other))
-    skipped = replay.add_batch(replay.init(ITEM), jax.tree.map(lambda x: x + 1, rows(0, 8)))
+            new.write(other)
+    other = replay.add_batch(replay.init(ITEM), rows_of_another_run(0, 8))
+    longer = replay.add_batch(other, rows(8, 10))
     with pytest.raises(ValueError, match="after a resume write the restored state first"):
-        new.write(replay.add_batch(skipped, rows(8, 10)))
+        new.write(longer)
     assert_holds(new, 0, 8)
+
+
+def reward_and_flag(reward):
+    """Steps with these rewards [rows, environments], all of whose flags are set."""
+    return {"reward": reward, "is_step": np.ones(reward.shape, bool)}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_resume_changes_flags_of_the_last_rows_and_it_is_the_same_run(tmp_path, count):
     item = {"reward": 0.0, "is_step": True}
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, item, num_envs=2)
+    replay = buffers.uniform_replay(20, num_envs=2)
+    vault = Vault(tmp_path, item, num_envs=2)
     reward = np.arange(10, dtype=np.float32).reshape(5, 2)
-    steps = {"reward": reward, "is_step": np.ones((5, 2), bool)}
-    checkpoint = jax.tree.map(lambda x: x[:count], steps)
-    state = replay.add_batch(replay.init(item), checkpoint)
+    state = replay.add_batch(replay.init(item), reward_and_flag(reward[:count]))
     vault.write(state)
-    other = checkpoint | {"reward": checkpoint["reward"] + 1}
+
+    # With other rewards it is another run.
+    other = replay.add_batch(replay.init(item), reward_and_flag(reward[:count] + 1))
     with pytest.raises(ValueError, match=f"{count} rows of another run"):
-        vault.write(replay.add_batch(replay.init(item), other))
+        vault.write(other)
     assert vault.write(state) == 0
-    is_step = state.storage["is_step"].at[count - min(count, 2) : count].set(False)
+
+    # With other flags in the last two rows, or in the only one, it is not.
+    first_changed = count - min(count, 2)
+    is_step = state.storage["is_step"].at[first_changed:count].set(False)
     state = state._replace(storage=state.storage | {"is_step": is_step})
-    assert vault.write(replay.add_batch(state, steps)) == 5
+    state = replay.add_batch(state, reward_and_flag(reward))
+    assert vault.write(state) == 5
     got = vault.read(0, count + 5)
     np.testing.assert_array_equal(got["reward"], np.concatenate([reward[:count], reward]))
-    changed = range(count - min(count, 2), count)
-    assert got["is_step"][:, 0].tolist() == [row not in changed for row in range(count + 5)]
+    expected = np.ones(count + 5, bool)
+    expected[first_changed:count] = False
+    np.testing.assert_array_equal(got["is_step"][:, 0], expected)
 
 
 def test_rows_of_flags_alone_are_compared(tmp_path):
-    replay, vault = buffers.uniform_replay(20), Vault(tmp_path, True)
+    replay = buffers.uniform_replay(20)
+    vault = Vault(tmp_path, True)
     vault.write(replay.add_batch(replay.init(True), np.ones(3, bool)))
+    other = replay.add_batch(replay.init(True), np.zeros(3, bool))
     with pytest.raises(ValueError, match="3 rows of another run"):
-        vault.write(replay.add_batch(replay.init(True), np.zeros(3, bool)))
+        vault.write(other)
 
 
 def test_the_count_of_rows_is_followed_past_its_modulus(tmp_path):
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
-    begin = 2**30 // 20 * 10 - 7  # rows of a run up to here, of which the vault has the last 10
+    replay, vault = replay_and_vault(tmp_path)
+    # A run of many rows, of which the vault and the replay have the last 10.
+    begin = 2**30 // 20 * 10 - 7
     for name, x in rows(0, 10).items():
         vault.arrays[name][begin - 10 : begin].write(x).result()
     vault._save(vault._load() | {"rows": begin})
     state = replay.init(ITEM)
-    state = replay.add_batch(state._replace(cursor=state.cursor + begin - 10), rows(0, 10))
-    assert (vault.write(state), len(vault)) == (0, begin)
+    state = state._replace(cursor=state.cursor + begin - 10)
+    state = replay.add_batch(state, rows(0, 10))
+    assert vault.write(state) == 0
+    assert len(vault) == begin
+
     total = 10
     for count in (5, 6, 3, 10, 2):
-        older = jax.tree.map(jnp.copy, state)
+        older = copied(state)
         state = replay.add_batch(state, rows(total, total + count))
         assert vault.write(state) == count
         if count < 10:  # of the last 10 rows both must have some
-            assert (vault.write(older), len(vault)) == (0, begin - 10 + total)
+            assert vault.write(older) == 0
+            assert len(vault) == begin - 10 + total
             assert vault.write(state) == count
         total += count
-    assert state.cursor < 100
+    assert state.cursor < 100  # it began anew at 0
     got = vault.read(begin - 10, begin - 10 + total)
     for name, x in rows(0, total).items():
         np.testing.assert_array_equal(got[name], x)
@@ -172,7 +229,8 @@ def test_the_count_of_rows_is_followed_past_its_modulus(tmp_path):
 )
 def test_dtypes_come_back_as_they_are(tmp_path, dtype):
     values = (jnp.arange(30).reshape(10, 3) % 7 - 3).astype(dtype)
-    replay, vault = buffers.uniform_replay(10), Vault(tmp_path, values[0])
+    replay = buffers.uniform_replay(10)
+    vault = Vault(tmp_path, values[0])
     vault.write(replay.add_batch(replay.init(values[0]), values))
     got = vault.read(0, 10)
     assert got.dtype == values.dtype
@@ -181,11 +239,14 @@ def test_dtypes_come_back_as_they_are(tmp_path, dtype):
 
 def test_python_scalars_and_empty_leaves_come_back(tmp_path):
     item = (1.5, [True, 3], np.zeros((0, 2), np.float32))
-    replay, vault = buffers.uniform_replay(4), Vault(tmp_path, item)
+    replay = buffers.uniform_replay(4)
+    vault = Vault(tmp_path, item)
     vault.write(replay.add(replay.init(item), item))
-    got = vault.read(0, 1)
-    assert (got[0].tolist(), got[1][0].tolist(), got[1][1].tolist()) == ([1.5], [True], [3])
-    assert got[2].shape == (1, 0, 2)
+    number, (flag, count), empty = vault.read(0, 1)
+    assert number.tolist() == [1.5]
+    assert flag.tolist() == [True]
+    assert count.tolist() == [3]
+    assert empty.shape == (1, 0, 2)
 
 
 def test_typed_keys_are_refused(tmp_path):
@@ -204,7 +265,7 @@ def test_other_items_and_other_buffers_are_errors(tmp_path):
 
 
 def test_a_state_may_have_an_axis_of_one_in_front(tmp_path):
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    replay, vault = replay_and_vault(tmp_path)
     state = replay.add_batch(replay.init(ITEM), rows(0, 6))
     assert vault.write(jax.tree.map(lambda x: x[None], state)) == 6
     assert_holds(vault, 0, 6)
@@ -235,13 +296,15 @@ NESTED = {
 
 @pytest.mark.parametrize("num_envs", [None, 1, 3])
 def test_one_of_which_nothing_is_known_is_read_by_the_names_of_its_leaves(tmp_path, num_envs):
-    replay, vault = buffers.uniform_replay(30, num_envs=num_envs), Vault(tmp_path, NESTED, num_envs)
+    replay = buffers.uniform_replay(30, num_envs=num_envs)
+    vault = Vault(tmp_path, NESTED, num_envs)
     envs = () if num_envs is None else (num_envs,)
     random = np.random.default_rng(0)
     steps = jax.tree.map(
         lambda x: random.integers(2, size=(10, *envs, *x.shape)).astype(x.dtype), NESTED
     )
     vault.write(replay.add_batch(replay.init(NESTED), steps))
+
     again = Vault(tmp_path)
     assert again.num_envs == num_envs
     got = again.read(2, 9)
@@ -258,8 +321,10 @@ def test_one_of_which_nothing_is_known_is_read_by_the_names_of_its_leaves(tmp_pa
 
 
 def test_bare_items_of_one_of_which_nothing_is_known_are_read(tmp_path):
-    replay, vault = buffers.uniform_replay(4), Vault(tmp_path, jnp.bfloat16(0))
-    vault.write(replay.add_batch(replay.init(jnp.bfloat16(0)), jnp.arange(3, dtype=jnp.bfloat16)))
+    item = jnp.bfloat16(0)
+    replay = buffers.uniform_replay(4)
+    vault = Vault(tmp_path, item)
+    vault.write(replay.add_batch(replay.init(item), jnp.arange(3, dtype=jnp.bfloat16)))
     got = Vault(tmp_path).read(0, 3)
     assert got.keys() == {"item"}
     assert got["item"].dtype == jnp.bfloat16
@@ -270,12 +335,14 @@ def test_one_of_which_nothing_is_known_is_written_to_by_name(tmp_path):
     """The leaves of a NamedTuple are in another order than those of a dict."""
     item = Body(velocity=np.int32(0), angle=np.int32(0))
     replay = buffers.uniform_replay(4)
-    state = replay.add(replay.init(item), Body(1, 2))
+    state = replay.add(replay.init(item), Body(velocity=1, angle=2))
     Vault(tmp_path, item).write(state)
     vault = Vault(tmp_path)
-    assert vault.write(replay.add(state, Body(3, 4))) == 1
+    state = replay.add(state, Body(velocity=3, angle=4))
+    assert vault.write(state) == 1
     got = vault.read(0, 2)
-    assert (got["velocity"].tolist(), got["angle"].tolist()) == ([1, 3], [2, 4])
+    assert got["velocity"].tolist() == [1, 3]
+    assert got["angle"].tolist() == [2, 4]
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -311,8 +378,12 @@ def test_one_that_was_written_before_is_told_what_it_is_about_by_the_next_write(
     text = json.dumps(stored, indent=1).encode()
     (tmp_path / "vault.json").write_bytes(text + b"\n%08x" % zlib.crc32(text))
     del vault
-    assert (Vault(tmp_path).about, Vault(tmp_path).num_envs) == ({}, 2)
-    assert_holds(Vault(tmp_path), 0, 40)
+
+    old = Vault(tmp_path)
+    assert old.about == {}
+    assert old.num_envs == 2
+    assert_holds(old, 0, 40)
+
     again = Vault(tmp_path, ITEM, num_envs=2, about={"seed": 3})
     assert again.write(replay.add_batch(state, rows(40, 50))) == 10
     assert Vault(tmp_path).about == {"seed": 3}
@@ -320,7 +391,7 @@ def test_one_that_was_written_before_is_told_what_it_is_about_by_the_next_write(
 
 
 def test_a_ring_that_has_gone_round_is_written_only_if_that_is_said(tmp_path):
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    replay, vault = replay_and_vault(tmp_path)
     state = replay.add_batch(replay.init(ITEM), rows(0, 9))
     state = replay.add_batch(state, rows(9, 17))
     with pytest.raises(ValueError, match=r"7 rows are gone: .*; begin_late=True begins with the"):
@@ -333,30 +404,31 @@ def test_a_ring_that_has_gone_round_is_written_only_if_that_is_said(tmp_path):
 
 def test_one_that_began_late_goes_on_as_any_other(tmp_path):
     """Row r of it is row r + 7 of the run."""
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    replay, vault = replay_and_vault(tmp_path)
     state = replay.add_batch(replay.init(ITEM), rows(0, 17))
     vault.write(state, begin_late=True)
     checkpoint = replay.add_batch(state, rows(17, 20))
-    assert vault.write(jax.tree.map(jnp.copy, checkpoint), begin_late=True) == 3
-    other = jax.tree.map(lambda x: x + 1, rows(20, 26))
-    state = replay.add_batch(jax.tree.map(jnp.copy, checkpoint), other)
+    assert vault.write(copied(checkpoint), begin_late=True) == 3
+    state = replay.add_batch(copied(checkpoint), rows_of_another_run(20, 26))
     assert vault.write(state) == 6
     del vault
+
     again = Vault(tmp_path, ITEM, num_envs=2)
     assert again.write(checkpoint) == 0  # a resume drops what came after it
     assert len(again) == 13
     state = replay.add_batch(checkpoint, rows(20, 30))
     assert again.write(state) == 10
     np.testing.assert_array_equal(again.read(0, 23)["count"], rows(7, 30)["count"])
+
     state = replay.add_batch(state, rows(30, 42))
     with pytest.raises(ValueError, match=r"2 rows are gone: write before 11 more are added$"):
         again.write(state, begin_late=True)
 
 
 def test_of_one_that_began_late_rows_from_before_are_an_error(tmp_path):
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
+    replay, vault = replay_and_vault(tmp_path)
     before = replay.add_batch(replay.init(ITEM), rows(0, 5))
-    state = replay.add_batch(jax.tree.map(jnp.copy, before), rows(5, 17))
+    state = replay.add_batch(copied(before), rows(5, 17))
     vault.write(state, begin_late=True)
     with pytest.raises(ValueError, match="begins with later rows than these: take a new path"):
         vault.write(before)
@@ -371,9 +443,10 @@ def test_a_clustered_state_is_refused(tmp_path):
 
 
 def test_stacked_states_are_written_one_by_one(tmp_path):
-    replay, vault = buffers.uniform_replay(20, num_envs=2), Vault(tmp_path, ITEM, num_envs=2)
-    agents = [replay.add_batch(replay.init(ITEM), rows(i, i + 6)) for i in (0, 6)]
-    states = jax.tree.map(lambda *x: jnp.stack(x), *agents)
+    replay, vault = replay_and_vault(tmp_path)
+    first = replay.add_batch(replay.init(ITEM), rows(0, 6))
+    second = replay.add_batch(replay.init(ITEM), rows(6, 12))
+    states = jax.tree.map(lambda *x: jnp.stack(x), first, second)
     hint = r"2 states, stacked: .* such as jax.tree.map\(lambda x: x\[0\], state\)"
     with pytest.raises(ValueError, match=hint):
         vault.write(states)
@@ -386,7 +459,7 @@ def test_one_that_is_opened_for_reading_is_as_any_other(tmp_path):
     del vault
     again = Vault(tmp_path, ITEM, num_envs=2, create=False)
     assert_holds(again, 0, 40)
-    assert again.write(replay.add(state, jax.tree.map(lambda x: x[0], rows(40, 41)))) == 1
+    assert again.write(replay.add(state, row(40))) == 1
     assert_holds(again, 0, 41)
 
 
@@ -406,7 +479,7 @@ def test_one_that_may_only_be_read_is_read(create):
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is in one that no other user enters
         path = Path(folder) / "experience"
         replay, state, vault = filled(path)
-        state = replay.add(state, jax.tree.map(lambda x: x[0], rows(40, 41)))
+        state = replay.add(state, row(40))
         del vault
         before = sorted(path.rglob("*"))
         for x in [*before, path]:
@@ -424,25 +497,38 @@ def test_one_that_may_only_be_read_is_read(create):
 
 
 def filled(path, count=40):
-    replay, vault = buffers.uniform_replay(2 * count, num_envs=2), Vault(path, ITEM, num_envs=2)
+    """A vault of the first rows of a run, after the replay and the state that it has them from."""
+    replay = buffers.uniform_replay(2 * count, num_envs=2)
+    vault = Vault(path, ITEM, num_envs=2)
     state = replay.add_batch(replay.init(ITEM), rows(0, count))
     vault.write(state)
     return replay, state, vault
 
 
+def chunks_in(folder):
+    """The files with the rows: one for each of the two arrays, as a chunk has room for all."""
+    chunks = [path for path in folder.rglob("*") if path.is_file() and path.name == "0"]
+    assert len(chunks) == 2
+    return chunks
+
+
+def with_flipped_bits(path, every):
+    """Writes a file with one bit flipped, for each so many-th of its bits; then as it was."""
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), every):
+        broken = bytearray(whole)
+        broken[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(broken)
+        yield
+    path.write_bytes(whole)
+
+
 def test_every_flipped_bit_is_an_error_that_names_the_file(tmp_path):
     _, _, vault = filled(tmp_path)
-    chunks = [p for p in tmp_path.rglob("*") if p.is_file() and p.name == "0"]
-    assert len(chunks) == 2
-    for path in [*chunks, tmp_path / "vault.json"]:
-        whole = path.read_bytes()
-        for bit in range(0, 8 * len(whole), 7):
-            broken = bytearray(whole)
-            broken[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(broken)
+    for path in [*chunks_in(tmp_path), tmp_path / "vault.json"]:
+        for _ in with_flipped_bits(path, every=7):
             with pytest.raises(ValueError, match=str(path)):
                 vault.read(0, 40)
-        path.write_bytes(whole)
     assert_holds(vault, 0, 40)
 
 
@@ -451,18 +537,13 @@ def test_flipped_bits_of_what_describes_the_arrays_do_no_silent_harm(tmp_path):
     _, _, vault = filled(tmp_path)
     errors = 0
     for path in tmp_path.rglob("zarr.json"):
-        whole = path.read_bytes()
-        for bit in range(0, 8 * len(whole), 5):
-            broken = bytearray(whole)
-            broken[bit // 8] ^= 1 << bit % 8
-            path.write_bytes(broken)
+        for _ in with_flipped_bits(path, every=5):
             try:
                 again = Vault(tmp_path, ITEM, num_envs=2)
             except ValueError as error:
                 errors += str(path.parent) in str(error)
             else:
                 assert_holds(again, 0, 40)
-        path.write_bytes(whole)
     assert errors > 400
     assert_holds(vault, 0, 40)
 
@@ -479,14 +560,13 @@ def test_what_killed_writers_left_does_no_harm_and_is_removed(tmp_path):
     """Such a file was written into by the next write of its chunk, and was longer than that."""
     replay, state, writer = filled(tmp_path)
     del writer  # and its lock
-    chunks = [path for path in tmp_path.rglob("*") if path.name == "0" and path.is_file()]
-    assert len(chunks) == 2
     left_over = []
-    for path in [tmp_path / "vault.json", *chunks]:
-        left_over += [path.with_name(f"{path.name}.__lock")]
-        left_over += [path.with_name(f"{path.name}_0123456789abcdef.__lock")]
+    for path in [tmp_path / "vault.json", *chunks_in(tmp_path)]:
+        left_over.append(path.with_name(f"{path.name}.__lock"))
+        left_over.append(path.with_name(f"{path.name}_0123456789abcdef.__lock"))
     for path in left_over:
         path.write_bytes(np.random.default_rng(0).bytes(5_000))
+
     again = Vault(tmp_path, ITEM, num_envs=2)
     assert again.write(replay.add_batch(state, rows(40, 50))) == 10
     assert_holds(Vault(tmp_path, ITEM, num_envs=2), 0, 50)
@@ -495,7 +575,7 @@ def test_what_killed_writers_left_does_no_harm_and_is_removed(tmp_path):
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):
     _, _, vault = filled(tmp_path)
-    for path in [p for p in tmp_path.rglob("*") if p.name == "0"]:
+    for path in [p for p in tmp_path.rglob("*") if p.name == "0"]:  # chunks, and folders of them
         path.rename(tmp_path / "elsewhere")
         with pytest.raises(ValueError, match=str(path)):
             vault.read(0, 40)
@@ -507,15 +587,15 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path):
     replay, state, vault = filled(tmp_path)
     noise = np.random.default_rng(0).integers(256, size=(40, 2, 3, 2), dtype=np.uint8)
     state = replay.add_batch(state, rows(40, 80) | {"frame": noise})
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.SIGXFSZ
-    before = signal.signal(handler, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # bytes of a file
     try:
         with pytest.raises((ValueError, OSError), match="File too large"):
             vault.write(state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(handler, before)
+        signal.signal(signal.SIGXFSZ, handler)
     assert_holds(Vault(tmp_path, ITEM, num_envs=2), 0, 40)
     assert vault.write(state) == 40
     np.testing.assert_array_equal(vault.read(40, 80)["frame"], noise)
@@ -526,7 +606,7 @@ def test_the_second_writer_is_told(tmp_path):
     second = Vault(tmp_path, ITEM, num_envs=2)
     assert_holds(second, 0, 40)
     with pytest.raises(BlockingIOError, match="is written by another process"):
-        second.write(replay.add(state, jax.tree.map(lambda x: x[0], rows(40, 41))))
+        second.write(replay.add(state, row(40)))
 
 
 WRITER = """
@@ -552,20 +632,25 @@ WRITER = """
 """
 
 
+def write_until_killed(path, random):
+    """A process writes to the vault and is killed at some moment: the rows that it said it has."""
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(path)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "opened 0\n"
+        for _ in range(random.integers(1, 60)):
+            known = int(run.stdout.readline())
+        time.sleep(random.uniform(0, 0.03))  # or it would always be between two writes
+        run.send_signal(signal.SIGKILL)
+        return max([known, *map(int, run.stdout.read().split())])
+
+
 @pytest.mark.parametrize("kills", [2, slow(25)])
 def test_killed_at_any_moment_it_has_every_row_that_was_written(kills, tmp_path):
     random = np.random.default_rng(kills)
-    known = 0
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+    path = tmp_path / "vault"
     for _ in range(kills):
-        command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "vault")]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
-            assert run.stdout.readline() == "opened 0\n"
-            for _ in range(random.integers(1, 60)):
-                known = int(run.stdout.readline())
-            time.sleep(random.uniform(0, 0.03))  # or it would always be between two writes
-            run.send_signal(signal.SIGKILL)
-            known = max([known, *map(int, run.stdout.read().split())])
-        vault = Vault(tmp_path / "vault", ITEM, num_envs=2)
+        known = write_until_killed(path, random)
+        vault = Vault(path, ITEM, num_envs=2)
         assert known <= len(vault) <= known + 7
         assert_holds(vault, 0, len(vault))
