@@ -998,22 +998,24 @@ def prioritised_replay(
     def weight(priorities: Array) -> Array:
         return jnp.minimum(priorities**priority_exponent, largest)
 
-    def empty() -> PrioritisedState:
-        levels = _levels(layout.capacity)
-        tree_size = 4 * sum(level.groups for level in levels if not level.in_top)
-        top_size = 4 * sum(level.groups for level in levels if level.in_top)
-        tree = jnp.zeros(tree_size, float32)
-        return PrioritisedState(tree=tree, top=jnp.zeros(top_size, float32))
-
     core = Core(
         layout,
-        empty=empty,
+        empty=partial(_empty_tree, layout.capacity),
         advance=partial(_advance_prioritised, weight),
         choose=_choose_prioritised,
         drawable=_has_weight,
         set_priorities=partial(_set_priorities_of, weight),
     )
     return _replay(core, donate)
+
+
+def _empty_tree(capacity: int) -> PrioritisedState:
+    """The state of a buffer without items: all sums of the tree are 0."""
+    levels = _levels(capacity)
+    tree_size = 4 * sum(level.groups for level in levels if not level.in_top)
+    top_size = 4 * sum(level.groups for level in levels if level.in_top)
+    tree = jnp.zeros(tree_size, float32)
+    return PrioritisedState(tree=tree, top=jnp.zeros(top_size, float32))
 
 
 def _advance_prioritised(
@@ -1121,13 +1123,9 @@ def clustered_replay(
     clusters = _positive("num_clusters", num_clusters)
     inner = _core_of_cluster(cluster_buffer, clusters)
     layout = inner.layout._replace(clusters=clusters, debug=debug)
-
-    def empty() -> State:
-        return tree_map(lambda x: jnp.broadcast_to(x, (clusters, *x.shape)), inner.empty())
-
     core = Core(
         layout,
-        empty=empty,
+        empty=partial(_empty_clusters, inner, clusters),
         advance=partial(_advance_clusters, inner, clustering_fn),
         choose=partial(_choose_clustered, inner, distribution_power),
         drawable=inner.drawable,
@@ -1151,6 +1149,11 @@ def _core_of_cluster(cluster_buffer: Any, clusters: int) -> Core:
     if core.layout.capacity * clusters > 2**29:
         raise ValueError(f"{clusters} times {core.layout.capacity} items are more than 2**29")
     return core
+
+
+def _empty_clusters(core: Core, clusters: int) -> State:
+    """The state of so many clusters without items."""
+    return tree_map(lambda x: jnp.broadcast_to(x, (clusters, *x.shape)), core.empty())
 
 
 def _advance_clusters(
