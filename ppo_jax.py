@@ -17,7 +17,7 @@ Environments written in JAX are compiled with the learning into one program: see
 
 Advantages of Schulman et al. 2016, arXiv 1506.02438, and the details of Huang et al. 2022. Differs:
 an episode cut off by a time limit is bootstrapped; running statistics change between rollouts.
-B are the rows of a batch, A the actions, or the axes of one in a Box.
+B are the rows of a batch, A the actions, or the length of one in a Box.
 """
 
 import json

@@ -17,7 +17,7 @@ Environments written in JAX are compiled with the learning into one program: see
 
 Equations are the paper's. Differs from it: as in CleanRL the policy makes two gradient steps after
 every second one of the critics. An episode that a time limit cuts off is bootstrapped; one that
-ends is not. B are the rows of a batch, A the axes of an action.
+ends is not. B are the rows of a batch, A the length of an action.
 """
 
 import json
@@ -70,7 +70,7 @@ class Args:
     policy_frequency: int = 2  # gradient steps of the critics until the policy makes as many
     target_network_frequency: int = 1  # gradient steps between two updates of the target critics
     alpha: float = 0.2  # weight of the entropy, if it is not tuned
-    autotune: bool = True  # tune alpha, from 1 on, until the entropy is minus the axes of an action
+    autotune: bool = True  # tune alpha, from 1 on, until the entropy is minus an action's length
     n_step: int = 1  # rewards summed in a target before it bootstraps
     frame_stack: int = 1  # how many of an episode's last observations the networks see
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show them as they are
