@@ -371,11 +371,9 @@ def test_ray_trains_the_sweep_of_the_page(tmp_path):
         assert read_events(folder)[0]["charts/SPS"][-1][0] == 12_000
 
 
-@pytest.mark.parametrize("name", ["dqn_jax", slow("per_dqn_jax")])
-def test_experience_on_disk_alone_is_learned_from(name, tmp_path, monkeypatch):
+def test_experience_on_disk_alone_is_learned_from(tmp_path, monkeypatch):
     """Two steps, reward 1 at the second: with a discount of 0.5 their values are 0.5 and 1."""
-    script = SCRIPTS[name]
-    args = script.Args(
+    args = dqn_jax.Args(
         total_timesteps=800,
         num_envs=8,
         learning_rate=1e-2,
@@ -388,11 +386,12 @@ def test_experience_on_disk_alone_is_learned_from(name, tmp_path, monkeypatch):
         train_frequency=4,
         save_experience=True,
     )
-    run = script.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
+    run = dqn_jax.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
     monkeypatch.chdir(tmp_path)
-    _, _, folder = script.train(args, run)
+    _, _, folder = dqn_jax.train(args, run)
 
-    code = MODULES["my_offline_dqn"].replace("dqn_jax", name).replace("range(50)", "range(2)")
+    code = MODULES["my_offline_dqn"].replace("PENALTY = 20.0", "PENALTY = 0.0")
+    code = code.replace("range(20)", "range(2)")
     file = tmp_path / "my_offline_dqn.py"
     file.write_text(code)
     monkeypatch.setattr(sys, "argv", [str(file), str(folder)])
@@ -400,8 +399,29 @@ def test_experience_on_disk_alone_is_learned_from(name, tmp_path, monkeypatch):
     state = names["state"]
     assert state.replay.size == 100  # rows of 8 steps
     assert state.updates == 2_000
-    q = script.QNetwork(2).apply(state.params, np.array([[0.0], [1.0]], np.float32))
+    q = dqn_jax.QNetwork(2).apply(state.params, np.array([[0.0], [1.0]], np.float32))
     np.testing.assert_allclose(q, [[0.5, 0.5], [1.0, 1.0]], atol=0.02)
+
+
+def test_the_penalty_of_offline_learning_is_that_of_the_paper(tmp_path, monkeypatch):
+    write_module("my_offline_dqn", tmp_path, monkeypatch)
+    offline = importlib.import_module("my_offline_dqn")
+    space = gym.spaces.Box(-1.0, 1.0, (3,))
+    alg = offline.ConservativeDQN(dqn_jax.Args(), space, gym.spaces.Discrete(4))
+    random = np.random.default_rng(0)
+    batch = dqn_jax.Transition(
+        observation=random.standard_normal((8, 3), np.float32),
+        action=random.integers(4, size=8, dtype=np.int32),
+        reward=random.standard_normal(8, np.float32),
+        discount=np.full(8, 0.9, np.float32),
+        next_observation=random.standard_normal((8, 3), np.float32),
+        valid=np.arange(8) < 6,
+    )
+    state = alg.init(jax.random.key(0))
+    loss, metrics = alg.loss(state.params, state.target_params, batch)
+    q = np.asarray(alg.network.apply(state.params, batch.observation), np.float64)[:6]
+    excess = np.log(np.exp(q).sum(axis=1)) - q[np.arange(6), batch.action[:6]]
+    np.testing.assert_allclose(loss, metrics["losses/td_loss"] + 20 * excess.mean(), rtol=1e-5)
 
 
 def test_experience_of_another_environment_is_not_learned_from(tmp_path, monkeypatch):
