@@ -313,7 +313,16 @@ def held_by_functional(state):
 class StableBaselinesReplayBuffer:
     """A list of transitions [n_envs, ...] that loses its oldest."""
 
-    def __init__(self, size, observation_space, action_space, n_envs, optimize_memory_usage=False):
+    def __init__(
+        self,
+        size,
+        observation_space,
+        action_space,
+        n_envs,
+        optimize_memory_usage=False,
+        handle_timeout_termination=True,
+    ):
+        assert not (optimize_memory_usage and handle_timeout_termination)  # its own error
         self.size = size
         self.rewards = []
 
