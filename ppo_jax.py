@@ -571,7 +571,6 @@ def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
     if is_flattened:
         tqdm.write(f"observations {space} are flattened for the network")
     longest_gap = run.log_interval + alg.steps_per_iteration  # between two points of the charts
-    spec: Any = envs.spec
     if flags.get("save_experience"):
         import vault  # noqa: F401  without it the run should not begin
 
@@ -583,7 +582,7 @@ def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
         images.draw_frame(run.env_id, json.loads(run.env_kwargs))
     (single,) = getattr(envs.unwrapped, "envs", [envs])
     is_in_jax = hasattr(single.unwrapped, "func_env") and isinstance(space, gym.spaces.Box)
-    if look is run and is_in_jax and not spec.additional_wrappers:
+    if look is run and is_in_jax and not single.spec.additional_wrappers:
         return alg, True
     if run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
         how = "start a run for each seed instead, see docs/scale.md"

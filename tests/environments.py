@@ -213,3 +213,10 @@ gym.register(
     **unchecked,
     additional_wrappers=(gym.wrappers.TimeAwareObservation.wrapper_spec(),),
 )
+
+
+def make_tenfold(**kwargs: Any) -> gym.Env:
+    return gym.wrappers.TransformReward(make_chain(**kwargs), lambda reward: 10 * reward)
+
+
+gym.register("ChainTenfold-v0", make_tenfold, **unchecked)

@@ -254,6 +254,12 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily():
             ppo_jax.set_up(args, replace(run, **{more: 2}))
 
 
+def test_a_wrapper_that_the_environment_is_made_with_is_kept():
+    run = dqn_jax.Run(env_id="ChainTenfold-v0")
+    _, is_functional = dqn_jax.set_up(dqn_jax.Args(), run)
+    assert not is_functional
+
+
 @pytest.mark.parametrize(("vectorization", "expected"), [("auto", True), ("sync", False)])
 def test_a_vectorization_that_is_asked_for_steps_ordinarily(vectorization, expected):
     run = dqn_jax.Run(env_id="Chain-v0", vectorization=vectorization)
