@@ -711,7 +711,8 @@ def _drawable_check(core: Core) -> Callable:
     def check(name: str, state: State, items: PyTree = None) -> None:
         is_checked = _is_checked(layout, state.size)
         is_traced = isinstance(state.size, Tracer)
-        if not is_checked or (not is_traced and is_known(state)):
+        stays = items is None or layout.period == 1  # else the items may overwrite the only window
+        if not is_checked or (stays and not is_traced and is_known(state)):
             return
         _check_state(core, state)
         if items is not None:
@@ -892,6 +893,8 @@ def _set_weights(
     state: State, levels: list[Level], positions: Array, weights: Array, where: Array
 ) -> State:
     """The state with `weights` [B] at `positions` [B], in the rows where `where` [B] is True."""
+    if len(positions) == 0:
+        return state
     node = jnp.where(where, positions, 0).astype(uint32)  # the sums above 0 stay right
     if len(node) == 1:
         old = lax.dynamic_slice_in_dim(state.tree, node[0], 1)
@@ -990,6 +993,7 @@ def prioritised_replay(
     Raises TypeError and ValueError as `uniform_replay`, and if the exponent is below 0 or infinite.
     """
     layout = _layout(max_size, num_envs, sequence_length, period, debug)
+    priority_exponent = float(priority_exponent)
     if not 0 <= priority_exponent < np.inf:
         raise ValueError(f"priority_exponent must be 0 or more, got {priority_exponent}")
     # Whatever the priorities are, no sum overflows, nor does 1 / sum underflow.
@@ -1113,15 +1117,18 @@ def clustered_replay(
       clustering_fn: gives the cluster, an integer from 0 to K - 1 or a bool, of what `add` takes:
         an item, or a step of N environments. One outside of that counts as the nearest.
       distribution_power: a cluster is drawn in proportion to the number of items that a draw may
-        start at, to this power: 0 draws all clusters alike that have any, 1 as one uniform buffer.
+        start at, to this power, from -4 to 4: 0 draws all clusters alike that have any, 1 as one
+        uniform buffer.
       donate, debug: as in `uniform_replay`.
 
-    Raises TypeError or ValueError if `num_clusters` is not an int of at least 1, `cluster_buffer`
-    is not one of those or has a `sequence_length` above 1, or all clusters together hold more than
-    2**29 items.
+    Raises TypeError or ValueError if an argument is none of these, `cluster_buffer` has a
+    `sequence_length` above 1, or all clusters together hold more than 2**29 items.
     """
     clusters = _positive("num_clusters", num_clusters)
     inner = _core_of_cluster(cluster_buffer, clusters)
+    distribution_power = float(distribution_power)
+    if not abs(distribution_power) <= 4:
+        raise ValueError(f"distribution_power must be from -4 to 4, got {distribution_power}")
     layout = inner.layout._replace(clusters=clusters, debug=debug)
     core = Core(
         layout,
@@ -1162,11 +1169,12 @@ def _advance_clusters(
     """Every cluster advances by all rows, of which those of others are left out."""
     items = rows if layout.streams else tree_map(lambda leaf: leaf[:, 0], rows)
     cluster = jnp.asarray(jax.vmap(clustering_fn)(items))  # [L]
-    if cluster.dtype == bool:
-        cluster = cluster.astype(int32)
-    if cluster.ndim != 1 or not jnp.issubdtype(cluster.dtype, jnp.integer):
+    is_integer = cluster.dtype == bool or jnp.issubdtype(cluster.dtype, jnp.integer)
+    if cluster.ndim != 1 or not is_integer:
         given = jax.typeof(cluster)
         raise TypeError(f"clustering_fn must return one integer or bool, got {given}")
+    if cluster.dtype.itemsize < 4:  # slots are computed in it
+        cluster = cluster.astype(int32)
     cluster = jnp.clip(cluster, 0, layout.clusters - 1)
     is_member = jax.nn.one_hot(cluster, layout.clusters, dtype=bool, axis=0)  # [K, L]
     if mask is not None:
@@ -1256,13 +1264,14 @@ def stack_frames(frames: Any, count: int, mask: Any) -> Any:
     if count == 1:
         return frames
     stacks = []
+    no_frame = jnp.zeros((), frames.dtype)
     for last in range(count - 1, frames.shape[1]):
         first = last - count + 1
         is_step = mask[:, first:last].astype(int32)
         goes_on = lax.cumprod(is_step, axis=1, reverse=True)
         is_kept = jnp.pad(goes_on > 0, ((0, 0), (0, 1)), constant_values=True)
         is_kept = jnp.expand_dims(is_kept, range(2, frames.ndim))
-        stacks.append(jnp.where(is_kept, frames[:, first : last + 1], 0))
+        stacks.append(jnp.where(is_kept, frames[:, first : last + 1], no_frame))
     return jnp.stack(stacks, axis=1)
 
 
@@ -1276,6 +1285,10 @@ def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: in
     row = jnp.arange(rows, dtype=uint32)
     low_bits = (rows - 1).bit_length()  # those that a row's number takes
     random = jax.random.bits(key, (epochs, rows), uint32)
-    keys = (random >> low_bits << low_bits) | row[None]
-    order = jnp.sort(keys, axis=1, stable=False) % (1 << low_bits)
+    if low_bits > 16:  # what is left of the random bits would be too few to shuffle by
+        row_of = jnp.broadcast_to(row[None], random.shape)
+        _, order = lax.sort((random, row_of), dimension=1, is_stable=False, num_keys=1)
+    else:
+        keys = (random >> low_bits << low_bits) | row[None]
+        order = jnp.sort(keys, axis=1, stable=False) % (1 << low_bits)
     return order.astype(int32).reshape(epochs, num_minibatches, -1)

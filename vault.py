@@ -234,7 +234,8 @@ class Vault:
         """Locks the vault until this process ends or forgets it."""
         is_new_lock = self.lock is None
         if is_new_lock:
-            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
+            # No leaf's folder has this name, because quote() would change it.
+            self.lock = os.open(self.path / "+lock", os.O_RDWR | os.O_CREAT)
             weakref.finalize(self, os.close, self.lock)
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -721,9 +721,11 @@ def test_orders_are_equally_likely():
     assert stats.chisquare(np.bincount(pairs, minlength=24**2)).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(("rows", "epochs", "groups"), [(60, 5_000, 60), (2**17, 10, 64)])
+@pytest.mark.parametrize(
+    ("rows", "epochs", "groups"), [(60, 5_000, 60), (2**16, 20, 64), (2**17, 10, 64)]
+)
 def test_rows_land_everywhere_alike(rows, epochs, groups):
-    """Counts of (group of rows, minibatch); with 2**17 rows many have the same random bits."""
+    """Counts of (group of rows, minibatch); with 2**16 rows many have the same random bits."""
     minibatches = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, groups)
     group = np.asarray(minibatches) // (rows // groups)
     minibatch = np.arange(groups)[:, None]
@@ -733,6 +735,14 @@ def test_rows_land_everywhere_alike(rows, epochs, groups):
     # The counts of an epoch are hypergeometric: every row and every place is taken once.
     statistic = ((counts - expected) ** 2).sum() / expected * (rows - 1) / rows
     assert 1e-3 < stats.chi2((groups - 1) ** 2).sf(statistic) < 1 - 1e-3
+
+
+@pytest.mark.parametrize("rows", [2**16, 2**20])
+def test_small_minibatches_of_many_rows_are_of_all_times(rows):
+    """Their mean rows spread as those of 64 numbers that are drawn without replacement."""
+    (minibatches,) = buffers.shuffled_minibatches(jax.random.key(2), rows, 1, rows // 64)
+    means = np.asarray(minibatches).mean(axis=1) / rows
+    np.testing.assert_allclose(means.std(), np.sqrt(1 / 12 / 64), rtol=0.1)
 
 
 def test_minibatches_are_the_same_under_jit_and_vmap():

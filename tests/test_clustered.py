@@ -258,6 +258,21 @@ def test_impossible_buffers_are_errors(error, message, num_clusters, inner):
         buffers.clustered_replay(num_clusters, inner, by_id)
 
 
+@pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.uint8, jnp.int16])
+def test_a_cluster_may_be_of_any_integer_dtype(dtype):
+    """Also of one that cannot count the rows of all clusters."""
+    replay = buffers.clustered_replay(2, buffers.uniform_replay(40_000), lambda x: x.astype(dtype))
+    state = replay.add_batch(replay.init(np.int32(0)), np.array([1, 1, 0], np.int32))
+    indices, is_held = replay.indices(state)
+    assert replay.get(state, indices[is_held]).tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("power", [4.1, -5.0, np.nan, np.inf])
+def test_powers_that_would_overflow_are_an_error(power):
+    with pytest.raises(ValueError, match="distribution_power must be from -4 to 4, got"):
+        buffers.clustered_replay(2, INNER["uniform"], by_id, power)
+
+
 @pytest.mark.parametrize("fn", [lambda x: 1.0, lambda x: jnp.zeros(2, jnp.int32)])
 def test_clusters_that_are_not_integers_are_an_error(fn):
     replay = buffers.clustered_replay(2, buffers.uniform_replay(4), fn)

@@ -38,6 +38,11 @@ def test_stack_frames_is_what_a_loop_over_each_window_gives(count, length):
                 np.testing.assert_array_equal(got[b, i, t - i], frames[b, t] * is_same_episode)
 
 
+def test_stacks_of_flags_are_flags():
+    frames = jnp.ones((1, 2, 3), bool)
+    assert buffers.stack_frames(frames, 2, jnp.zeros((1, 2), bool)).dtype == bool
+
+
 def test_a_stack_of_one_is_the_frame():
     frames = jnp.ones((2, 3, 4))
     assert buffers.stack_frames(frames, 1, jnp.ones((2, 3), bool)) is frames

@@ -224,6 +224,24 @@ def test_a_hundred_thousand_updates_leave_no_error_behind(updates, batch):
     assert state.max_priority == priorities.max()
 
 
+@pytest.mark.parametrize("size", [8, 2_000])
+def test_no_priorities_and_no_items_change_nothing(size):
+    replay = buffers.prioritised_replay(size, donate=False)
+    before = replay.add_batch(replay.init(0.0), np.arange(5, dtype=np.float32))
+    state = replay.set_priorities(before, np.zeros(0, np.int32), np.zeros(0, np.float32))
+    state = replay.add_batch(state, np.zeros(0, np.float32))
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_adding_and_drawing_fails_if_the_only_window_is_overwritten():
+    replay = buffers.prioritised_replay(4, sequence_length=4, period=4)
+    state = replay.add_batch(replay.init(0.0), np.arange(4, dtype=np.float32))
+    assert replay.can_sample(state)
+    with pytest.raises(ValueError, match="add_and_sample: nothing to draw, "):
+        replay.add_and_sample(state, np.ones(1, np.float32), jax.random.key(0), 3)
+
+
 def test_an_item_given_twice_gets_one_of_its_priorities():
     for size in (12, 1_000):  # where all nodes are summed, and where a few are
         replay, state = filled(np.ones(size, np.float32))
@@ -424,6 +442,15 @@ def test_the_exponent_turns_priorities_into_weights(exponent):
 
     state = replay.add(state, 6)  # with the largest priority, over the oldest item
     assert state.tree[0] == np.float32(3.0) ** np.float32(exponent)
+
+
+def test_exponents_of_numpy_are_numbers_with_64_bits_as_well():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        inner = buffers.prioritised_replay(6, np.float64(0.5))
+        replay = buffers.clustered_replay(2, inner, lambda item: 0, np.float64(0.5))
+        state = replay.add(replay.init(np.float32(0)), np.float32(1))
+        sample = replay.sample(state, jax.random.key(0), 3)
+        assert sample.probabilities.dtype == np.float32
 
 
 @pytest.mark.parametrize(

@@ -601,6 +601,16 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path):
     np.testing.assert_array_equal(vault.read(40, 80)["frame"], noise)
 
 
+def test_a_leaf_may_be_named_like_the_lock(tmp_path):
+    replay = buffers.uniform_replay(4)
+    item = {"lock": np.float32(0), "+lock": np.float32(0)}
+    state = replay.add(replay.init(item), {"lock": np.float32(1), "+lock": np.float32(2)})
+    vault = Vault(tmp_path, item)
+    vault.write(state)
+    rows = vault.read(0, 1)
+    assert (rows["lock"].item(), rows["+lock"].item()) == (1, 2)
+
+
 def test_the_second_writer_is_told(tmp_path):
     replay, state, _vault = filled(tmp_path)
     second = Vault(tmp_path, ITEM, num_envs=2)
