@@ -135,6 +135,13 @@ class Checkpoints:
         return step
 
 
+def shapes_of(state: Any) -> Any:
+    """The shapes, dtypes and devices of a state's arrays, without the arrays."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
 def truncate_episodes(replay: Any) -> Any:
     """Marks the unfinished episodes of a replay as truncated, because environments start anew.
 

@@ -92,7 +92,7 @@ class FunctionalEnvs:
         reward = self.reward(state.inner, env_action, after, keys)
         reward = jnp.where(valid, reward, 0)
         length = jnp.where(valid, state.length + 1, 0)
-        terminated = valid & self.terminal(after, keys)
+        terminated = valid & self.terminal(after, keys).astype(bool)
         truncated = (length >= self.time_limit) & ~terminated
         step = self.alg.example._replace(
             observation=state.observation,
@@ -374,6 +374,7 @@ def start(program: Program, script: Any, signals: Any) -> tuple[Training, list, 
 
         saved = checkpoints.Checkpoints(folder)
     if run.resume:
+        training = checkpoints.shapes_of(training)  # so that memory never holds two replays
         begun, training, recent = saved.newest(training)
     vault = script.open_vault(program.alg, run, folder, training.agent)
     writers = []

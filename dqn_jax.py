@@ -375,8 +375,9 @@ def make_envs(args: Args, run: Run, num_envs: int, videos: str = "") -> VectorEn
     try:
         kwargs = json.loads(run.env_kwargs)
         envs: Any = gym.make_vec(run.env_id, num_envs, **options, **kwargs)
-        if num_envs < 4 and envs.spec.vector_entry_point and envs.spec.entry_point and not options:
-            with suppress(Exception):  # so few are faster one by one, if that is the same
+        one_by_one = num_envs < 4 or hasattr(envs.unwrapped, "func_env")  # which loses transitions
+        if one_by_one and envs.spec.vector_entry_point and envs.spec.entry_point and not options:
+            with suppress(Exception):  # few are faster one by one, if that is the same
                 singles = gym.make_vec(run.env_id, num_envs, "sync", {"copy": False}, **kwargs)
                 are_alike = singles.single_observation_space == envs.single_observation_space
                 (envs if are_alike else singles).close()
@@ -395,7 +396,8 @@ def make_envs(args: Args, run: Run, num_envs: int, videos: str = "") -> VectorEn
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"{run.env_id}: its autoreset_mode must be NEXT_STEP")
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        envs = gym.wrappers.vector.FlattenObservation(envs)
+        with suppress(NotImplementedError):  # a space that Gymnasium does not know
+            envs = gym.wrappers.vector.FlattenObservation(envs)
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         space = envs.single_observation_space
         raise UsageError(f"{run.env_id}: observations {space} cannot be flattened to a Box")
@@ -419,7 +421,8 @@ def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
     look = run if run.vectorization == "auto" else replace(run, vectorization="sync")
     with closing(make_envs(args, look, 1)) as envs:
         alg = Algorithm(args, envs.single_observation_space, envs.single_action_space)
-    space: Any = envs.unwrapped.single_observation_space
+    vector: Any = envs.unwrapped
+    space: Any = vector.single_observation_space
     is_flattened = not isinstance(space, gym.spaces.Box) or len(space.shape) != 1
     if is_flattened and alg.example.observation.dtype == np.uint8:
         import images
@@ -436,8 +439,9 @@ def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
     if run.capture_video:
         import images
 
-        images.draw_frame(run.env_id, json.loads(run.env_kwargs))
-    (single,) = getattr(envs.unwrapped, "envs", [envs])
+        images.draw_frame(run.env_id, json.loads(run.env_kwargs), space)
+    is_sync = isinstance(vector, gym.vector.SyncVectorEnv)
+    single = vector.envs[0] if is_sync else vector
     is_in_jax = hasattr(single.unwrapped, "func_env") and isinstance(space, gym.spaces.Box)
     if look is run and is_in_jax and not single.spec.additional_wrappers:
         return alg, True
@@ -477,11 +481,11 @@ def collect_rollout(
         rollout.observation[t] = observation  # before the step, which may write over it
         observation, reward, terminated, truncated, info = envs.step(alg.to_env_action(action))
         rollout.action[t] = action
-        rollout.reward[t] = reward
+        rollout.reward[t] = np.where(valid, reward, 0)
         rollout.terminated[t] = terminated
         rollout.truncated[t] = truncated
         rollout.valid[t] = valid
-        valid = ~(terminated | truncated)
+        valid = ~(rollout.terminated[t] | rollout.truncated[t])
     rollout = rollout._replace(next_observation=observation.copy())
     unfinished = count_episodes(rollout, state.unfinished, log.scalars)
     return rollout, EnvState(rollout.next_observation, valid, unfinished)
@@ -629,6 +633,7 @@ def start(alg: Any, run: Run, envs: VectorEnv, key: Array, signals: Sequence[int
 
         saved = checkpoints.Checkpoints(folder)
     if run.resume:
+        state = checkpoints.shapes_of(state)  # so that memory never holds two replays
         begun, state, recent = saved.newest(state)
         state = alg.cut_episodes_off(state)
     vault = open_vault(alg, run, folder, state)

@@ -115,7 +115,7 @@ class FrameStack(gym.vector.VectorWrapper):
         """A step of each environment; after the end of an episode its stack starts anew."""
         frame, reward, terminated, truncated, info = self.env.step(actions)
         stack = self.push(frame)
-        self.is_over = terminated | truncated
+        self.is_over = np.asarray(terminated | truncated, bool)
         return stack, reward, terminated, truncated, info
 
     def push(self, frame: np.ndarray) -> np.ndarray:
@@ -128,16 +128,19 @@ class FrameStack(gym.vector.VectorWrapper):
         return stack
 
 
-def draw_frame(env_id: str, env_kwargs: dict) -> None:
+def draw_frame(env_id: str, env_kwargs: dict, observation_space: Any) -> None:
     """Draws an environment once, so that a run whose video would fail does not begin.
 
-    Raises gymnasium.error.Error where there is no screen, moviepy or way to draw it.
+    Raises gymnasium.error.Error where there is no screen, moviepy or way to draw it, or where the
+    single environment, of which a video is made, observes something else than those in training.
     """
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # pygame looks for loudspeakers otherwise
     try:
         import moviepy  # noqa: F401  needed when the video is written
 
         with closing(gym.make(env_id, render_mode="rgb_array", **env_kwargs)) as env:
+            if env.observation_space != observation_space:
+                raise ValueError(f"it observes {env.observation_space}, not {observation_space}")
             env.reset()
             env.render()
     except Exception as error:

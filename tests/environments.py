@@ -215,6 +215,20 @@ gym.register(
 )
 
 
+class ChainOfNumbers(Chain):
+    """Whether it is over is a number."""
+
+    def terminal(self, state, rng, params=None):
+        return jnp.int32(state == 4)
+
+
+def make_chain_of_numbers(**kwargs: Any) -> FunctionalJaxEnv:
+    return FunctionalJaxEnv(ChainOfNumbers(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("ChainOfNumbers-v0", make_chain_of_numbers, **unchecked)
+
+
 def make_tenfold(**kwargs: Any) -> gym.Env:
     return gym.wrappers.TransformReward(make_chain(**kwargs), lambda reward: 10 * reward)
 

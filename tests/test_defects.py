@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-import environments  # noqa: F401  registers the environments
+import environments
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
@@ -299,6 +299,23 @@ class Undrawn(Counter):
 
 
 gym.register("Undrawn-v0", Undrawn, disable_env_checker=True)
+
+
+class Drawn(Undrawn):
+    def render(self):
+        return np.zeros((16, 16, 3), np.uint8)
+
+
+gym.register("DrawnElsewhere-v0", Drawn, vector_entry_point=environments.preprocessed)
+
+
+def test_a_video_of_other_observations_is_an_error_before_a_folder_is_made(run_main):
+    """Like Atari, whose vector version preprocesses what the single one shows."""
+    pytest.importorskip("moviepy")
+    result = run_main(dqn_jax, "--env-id", "DrawnElsewhere-v0", "--capture-video")
+    wanted = "capture_video: cannot draw DrawnElsewhere-v0: it observes Box("
+    assert_one_line(result, wanted)
+    assert not Path("runs").exists()
 
 
 def test_a_video_that_cannot_be_drawn_is_an_error_before_a_folder_is_made(run_main):

@@ -255,7 +255,7 @@ def edited(old, new, tmp_path, monkeypatch):
 
 
 def test_the_success_rate_of_the_page_is_charted(tmp_path, monkeypatch):
-    line = "        valid = ~(terminated | truncated)\n"
+    line = "        valid = ~(rollout.terminated[t] | rollout.truncated[t])\n"
     code = blocks("docs/runs.md", "python")[3]
     my_dqn = edited(line, line + code, tmp_path, monkeypatch)
     args = my_dqn.Args(total_timesteps=480, num_envs=2, learning_starts=200)

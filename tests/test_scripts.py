@@ -303,7 +303,7 @@ def import_script(path, monkeypatch):
 def test_a_chart_of_your_own_is_two_lines_in_collect_rollout(tmp_path, monkeypatch):
     """It shows the exact mean of the successes of the episodes that ended between two points."""
     monkeypatch.chdir(tmp_path)
-    line = "        valid = ~(terminated | truncated)\n"
+    line = "        valid = ~(rollout.terminated[t] | rollout.truncated[t])\n"
     own_lines = (
         '        if "is_success" in info:\n'
         '            log.scalars["charts/success_rate"].extend(info["is_success"][~valid])\n'

@@ -154,6 +154,14 @@ of_any_length = {"space": Sequence(Box(0, 1, (1,))), "observation": ()}
 gym.register("ObservesSequence-v0", Observes, kwargs=of_any_length)
 
 
+class Words(gym.Space):
+    """A kind of space that Gymnasium does not know, as MiniGrid's missions are of."""
+
+
+with_words = {"space": Dict({"words": Words(), "cell": Discrete(2)}), "observation": {}}
+gym.register("ObservesWords-v0", Observes, kwargs=with_words)
+
+
 @pytest.mark.parametrize("kind", OBSERVATIONS)
 def test_observations_that_are_no_vector_are_flattened_and_that_is_said(kind, capsys):
     space, _, flat = OBSERVATIONS[kind]
@@ -180,9 +188,50 @@ def test_observations_that_are_no_vector_are_learned_from(kind):
     np.testing.assert_array_equal(stored, np.broadcast_to(flat, stored.shape))
 
 
-def test_observations_of_varying_length_are_a_mistake(run_main):
-    line = one_line(run_main(dqn_jax, "--env-id", "ObservesSequence-v0"))
+@pytest.mark.parametrize("kind", ["Sequence", "Words"])
+def test_observations_that_have_no_flat_form_are_a_mistake(kind, run_main):
+    line = one_line(run_main(dqn_jax, "--env-id", f"Observes{kind}-v0"))
     assert "cannot be flattened" in line
+
+
+# --- vector environments
+
+
+class Loose(gym.vector.VectorEnv):
+    """Four counters whose flags are numbers, and which give a reward for the step that resets."""
+
+    metadata: dict = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+        self.envs = gym.vector.SyncVectorEnv([Counter] * num_envs)  # a pool, not a list
+        self.single_observation_space = self.envs.single_observation_space
+        self.single_action_space = self.envs.single_action_space
+        self.observation_space = self.envs.observation_space
+        self.action_space = self.envs.action_space
+
+    def reset(self, **kwargs):
+        self.is_over = np.zeros(self.num_envs, bool)
+        return self.envs.reset(**kwargs)
+
+    def step(self, actions):
+        observation, reward, terminated, truncated, info = self.envs.step(actions)
+        reward = np.where(self.is_over, 100.0, reward)
+        self.is_over = terminated | truncated
+        return observation, reward, terminated.astype(int), truncated.astype(int), info
+
+
+gym.register("Loose-v0", vector_entry_point=Loose)
+
+
+def test_flags_that_are_numbers_and_rewards_for_resets_change_nothing():
+    args = dqn_jax.Args(**SMALL_DQN, num_envs=4)
+    settings = COUNTER | {"checkpoint_interval": 0}
+    strict, strict_returns, _ = dqn_jax.train(args, dqn_jax.Run(**settings))
+    loose, loose_returns, _ = dqn_jax.train(args, dqn_jax.Run(**settings | {"env_id": "Loose-v0"}))
+    np.testing.assert_array_equal(loose_returns, strict_returns)
+    for a, b in zip(jax.tree.leaves(loose), jax.tree.leaves(strict), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # --- what a run says
