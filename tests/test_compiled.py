@@ -254,16 +254,16 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily():
             ppo_jax.set_up(args, replace(run, **{more: 2}))
 
 
-def test_an_end_that_is_a_number_is_an_end(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    args = dqn_jax.Args(total_timesteps=200, num_envs=4, learning_starts=50, batch_size=8)
-    settings = {"log_interval": 100, "eval_episodes": 0, "checkpoint_interval": 0}
-    states = []
-    for env_id in ("Chain-v0", "ChainOfNumbers-v0"):
-        state, _, _ = dqn_jax.train(args, dqn_jax.Run(env_id=env_id, **settings))
-        states.append(state)
-    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_array_equal(a, b)
+def test_an_end_that_is_a_number_is_an_end():
+    run = dqn_jax.Run(env_id="ChainOfNumbers-v0")
+    alg, _ = dqn_jax.set_up(dqn_jax.Args(num_envs=2), run)
+    envs = Program(alg, run, dqn_jax).envs
+    params = alg.acting_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    to_the_right = np.ones((8, 2), np.int32)
+    state = envs.reset(jax.random.PRNGKey(1), 2)
+    _, rollout = envs.collect(state, params, to_the_right, jax.random.PRNGKey(2))
+    assert np.flatnonzero(rollout.terminated[:, 0]).tolist() == [3]
+    assert np.flatnonzero(~rollout.valid[:, 0]).tolist() == [4]
 
 
 def test_a_wrapper_that_the_environment_is_made_with_is_kept():
