@@ -399,9 +399,10 @@ def make_envs(args: Args, run: Run, num_envs: int, videos: str = "") -> VectorEn
     try:
         kwargs = json.loads(run.env_kwargs)
         envs: Any = gym.make_vec(run.env_id, num_envs, **options, **kwargs)
-        one_by_one = num_envs < 4 or hasattr(envs.unwrapped, "func_env")  # which loses transitions
+        # Few are faster one by one. Gymnasium's vector version of those in JAX loses transitions.
+        one_by_one = num_envs < 4 or hasattr(envs.unwrapped, "func_env")
         if one_by_one and envs.spec.vector_entry_point and envs.spec.entry_point and not options:
-            with suppress(Exception):  # few are faster one by one, if that is the same
+            with suppress(Exception):  # if there is a single version, and it is the same
                 singles = gym.make_vec(run.env_id, num_envs, "sync", {"copy": False}, **kwargs)
                 are_alike = singles.single_observation_space == envs.single_observation_space
                 (envs if are_alike else singles).close()
@@ -464,8 +465,7 @@ def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
         import images
 
         images.draw_frame(run.env_id, json.loads(run.env_kwargs), space)
-    is_sync = isinstance(vector, gym.vector.SyncVectorEnv)
-    single = vector.envs[0] if is_sync else vector
+    single: Any = vector.envs[0] if isinstance(vector, gym.vector.SyncVectorEnv) else vector
     is_in_jax = hasattr(single.unwrapped, "func_env") and isinstance(space, gym.spaces.Box)
     if look is run and is_in_jax and not single.spec.additional_wrappers:
         return alg, True
@@ -505,11 +505,12 @@ def collect_rollout(
         rollout.observation[t] = observation  # before the step, which may write over it
         observation, reward, terminated, truncated, info = envs.step(alg.to_env_action(action))
         rollout.action[t] = action
-        rollout.reward[t] = np.where(valid, reward, 0)
+        rollout.reward[t] = reward
         rollout.terminated[t] = terminated
         rollout.truncated[t] = truncated
         rollout.valid[t] = valid
         valid = ~(rollout.terminated[t] | rollout.truncated[t])
+    rollout.reward[~rollout.valid] = 0  # whatever the environment gives for a reset
     rollout = rollout._replace(next_observation=observation.copy())
     unfinished = count_episodes(rollout, state.unfinished, log.scalars)
     return rollout, EnvState(rollout.next_observation, valid, unfinished)

@@ -229,6 +229,28 @@ def make_chain_of_numbers(**kwargs: Any) -> FunctionalJaxEnv:
 gym.register("ChainOfNumbers-v0", make_chain_of_numbers, **unchecked)
 
 
+class ChainOfCells(Chain):
+    """Observed as a number, so that it is not compiled."""
+
+    observation_space = gym.spaces.Discrete(5)
+
+    def observation(self, state, rng, params=None):
+        return state
+
+
+def make_chain_of_cells(**kwargs: Any) -> FunctionalJaxEnv:
+    return FunctionalJaxEnv(ChainOfCells(), metadata={"render_modes": []}, **kwargs)
+
+
+def make_chains_of_cells(num_envs: int, **kwargs: Any) -> FunctionalJaxVectorEnv:
+    return FunctionalJaxVectorEnv(ChainOfCells(), num_envs, **kwargs)
+
+
+gym.register(
+    "ChainOfCells-v0", make_chain_of_cells, vector_entry_point=make_chains_of_cells, **unchecked
+)
+
+
 def make_tenfold(**kwargs: Any) -> gym.Env:
     return gym.wrappers.TransformReward(make_chain(**kwargs), lambda reward: 10 * reward)
 

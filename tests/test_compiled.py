@@ -266,6 +266,19 @@ def test_an_end_that_is_a_number_is_an_end():
     assert np.flatnonzero(~rollout.valid[:, 0]).tolist() == [4]
 
 
+def test_what_is_not_compiled_loses_no_step_where_another_environment_resets():
+    """As it would in Gymnasium's vector version of an environment written in JAX."""
+    envs = dqn_jax.make_envs(dqn_jax.Args(), dqn_jax.Run(env_id="ChainOfCells-v0"), 4)
+    envs.reset(seed=0)
+    cells = []
+    for actions in [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]:
+        observation, *_ = envs.step(np.array(actions))
+        cells.append(observation.argmax(axis=-1).tolist())
+    envs.close()
+    by_hand = [[1, 0, 0, 0], [2, 1, 1, 0], [3, 2, 0, 0], [4, 3, 0, 0], [0, 4, 0, 0]]
+    assert cells == by_hand
+
+
 def test_a_wrapper_that_the_environment_is_made_with_is_kept():
     run = dqn_jax.Run(env_id="ChainTenfold-v0")
     _, is_functional = dqn_jax.set_up(dqn_jax.Args(), run)

@@ -14,6 +14,7 @@ from scipy import stats
 from test_buffers import (
     Windows,
     as_mask,
+    assert_trees_equal,
     batches,
     decode,
     describe,
@@ -230,8 +231,7 @@ def test_no_priorities_and_no_items_change_nothing(size):
     before = replay.add_batch(replay.init(0.0), np.arange(5, dtype=np.float32))
     state = replay.set_priorities(before, np.zeros(0, np.int32), np.zeros(0, np.float32))
     state = replay.add_batch(state, np.zeros(0, np.float32))
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_trees_equal(state, before)
 
 
 def test_adding_and_drawing_fails_if_the_only_window_is_overwritten():

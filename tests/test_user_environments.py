@@ -15,6 +15,7 @@ import pytest
 from conftest import slow
 from environments import Counter
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Sequence, Tuple
+from test_buffers import assert_trees_equal
 
 import checkpoints
 import dqn_jax
@@ -230,8 +231,7 @@ def test_flags_that_are_numbers_and_rewards_for_resets_change_nothing():
     strict, strict_returns, _ = dqn_jax.train(args, dqn_jax.Run(**settings))
     loose, loose_returns, _ = dqn_jax.train(args, dqn_jax.Run(**settings | {"env_id": "Loose-v0"}))
     np.testing.assert_array_equal(loose_returns, strict_returns)
-    for a, b in zip(jax.tree.leaves(loose), jax.tree.leaves(strict), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_trees_equal(loose, strict)
 
 
 # --- what a run says
