@@ -254,6 +254,7 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily():
             ppo_jax.set_up(args, replace(run, **{more: 2}))
 
 
+@pytest.mark.slow
 def test_an_end_that_is_a_number_is_an_end():
     run = dqn_jax.Run(env_id="ChainOfNumbers-v0")
     alg, _ = dqn_jax.set_up(dqn_jax.Args(num_envs=2), run)
@@ -522,6 +523,7 @@ def starts_of_parts(x, axis):
     return sorted(part.index[axis].start or 0 for part in x.addressable_shards)
 
 
+@pytest.mark.slow
 def test_environments_of_one_agent_spread_over_devices(group):
     """They are in two parts, all the rest is on both devices; the agent is the same."""
     module, flags, training, scalars = group

@@ -196,7 +196,7 @@ def play_greedily(params, frame_stack):
     return actions, frames
 
 
-@pytest.mark.parametrize(("block", "frame_stack"), [(0, 1), (1, 4)], ids=["single", "stacked"])
+@pytest.mark.parametrize(("block", "frame_stack"), [slow(0, 1), (1, 4)], ids=["single", "stacked"])
 def test_a_trained_agent_plays_an_episode(block, frame_stack, tmp_path, monkeypatch):
     """It takes the actions of the highest value, of the last frames as they are stacked here."""
     monkeypatch.chdir(tmp_path)
@@ -371,6 +371,7 @@ def test_ray_trains_the_sweep_of_the_page(tmp_path):
         assert read_events(folder)[0]["charts/SPS"][-1][0] == 12_000
 
 
+@pytest.mark.slow
 def test_experience_on_disk_alone_is_learned_from(tmp_path, monkeypatch):
     """Two steps, reward 1 at the second: with a discount of 0.5 their values are 0.5 and 1."""
     args = dqn_jax.Args(
@@ -442,6 +443,7 @@ SMALLER: dict[str, tuple[str, str]] = {
         "LENGTH = 7\nSTEPS = 2_000",
     ),
 }
+LONG = ("recurrent", "whole_episodes", "two_players", "relabelled")
 PROGRAMS = {
     page.split("/")[-1].removesuffix(".md"): block
     for page in RECIPES
@@ -450,7 +452,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [slow(x) if x in LONG else x for x in PROGRAMS])
 def test_recipes_run_as_they_stand(name):
     code = PROGRAMS[name]
     if name in SMALLER:

@@ -255,6 +255,7 @@ def test_many_seeds_in_an_ordinary_environment_are_refused_with_what_does_it(run
     assert_error(run_main(dqn_jax, "--num-seeds", "2"), line)
 
 
+@pytest.mark.slow
 def test_a_complete_run_of_whole_iterations_is_resumed_with_the_steps_that_were_asked_for():
     """100 steps are two iterations of 64, so that 128 were made."""
     args = ppo_jax.Args(total_timesteps=100, num_steps=16, num_minibatches=1, update_epochs=1)

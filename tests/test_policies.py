@@ -186,8 +186,9 @@ def test_the_replay_is_not_read(name, eval_episodes):
 # --- kinds of agents
 
 
-@pytest.mark.parametrize("name", [slow("dqn"), slow("per_dqn"), "ppo"])
-@pytest.mark.parametrize("best", [slow(0), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dqn", "per_dqn", "ppo"])
+@pytest.mark.parametrize("best", [0, 2])
 def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     module, flags = SCRIPTS[name]
     scores = np.zeros(3)

@@ -752,6 +752,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(networks, request, signals_at):
         assert got == expected
 
 
+@pytest.mark.slow
 def test_an_ordinary_run_goes_on_with_its_agent(simple_networks, monkeypatch):
     """A signal comes at step 200, in an iteration that goes on to step 204."""
     args = Args(total_timesteps=300, **SMALL)

@@ -224,7 +224,7 @@ def assert_charts_are_complete(scalars, name, points):
     assert [step for step, _ in scalars["eval/episodic_return"]] == points[-1:]
 
 
-@pytest.mark.parametrize("name", [slow("dqn_jax"), slow("per_dqn_jax"), slow("ppo_jax"), "sac_jax"])
+@pytest.mark.parametrize("name", ["dqn_jax", slow("per_dqn_jax"), slow("ppo_jax"), slow("sac_jax")])
 def test_copied_with_buffers_alone_it_runs_and_its_events_can_be_read(name, tmp_path):
     module = SCRIPTS[name]
     for file in (f"{name}.py", "buffers.py"):

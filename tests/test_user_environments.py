@@ -225,6 +225,7 @@ class Loose(gym.vector.VectorEnv):
 gym.register("Loose-v0", vector_entry_point=Loose)
 
 
+@pytest.mark.slow
 def test_flags_that_are_numbers_and_rewards_for_resets_change_nothing():
     args = dqn_jax.Args(**SMALL_DQN, num_envs=4)
     settings = COUNTER | {"checkpoint_interval": 0}
@@ -299,6 +300,7 @@ def test_training_that_diverges_leaves_the_last_good_checkpoint(run_main):
 # --- many runs in one process
 
 
+@pytest.mark.slow
 def test_programs_and_arrays_of_a_run_go_when_it_is_over():
     def count():
         gc.collect()
