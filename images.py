@@ -5,6 +5,7 @@ A script imports this module where observations are images, with --frame-stack, 
 """
 
 import os
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -12,6 +13,7 @@ import flax.linen as nn
 import gymnasium as gym
 import jax.numpy as jnp
 import numpy as np
+from flax.linen.linear import default_kernel_init
 from gymnasium.vector.utils import batch_space
 from jax import Array
 
@@ -36,7 +38,7 @@ def are_images(x: Array) -> bool:
     return min(height_and_width) >= 36  # which three convolutions need
 
 
-def convolve(x: Array, channels: int, kernel_size: int, stride: int) -> Array:
+def convolve(x: Array, channels: int, kernel_size: int, stride: int, init: Callable) -> Array:
     """nn.Conv of images [B, H, W, C], as a product of matrices.
 
     In a loop on a CPU the gradient of XLA's convolution takes 13 times as long (JAX 0.12).
@@ -59,24 +61,25 @@ def convolve(x: Array, channels: int, kernel_size: int, stride: int) -> Array:
             part = x[:, i : i + rows, j : j + columns]
             parts.append(part)
     patches = jnp.concatenate(parts, axis=-1)
-    return nn.Dense(channels)(patches)
+    return nn.Dense(channels, kernel_init=init)(patches)
 
 
-def nature_cnn(x: Array) -> Array:
+def nature_cnn(x: Array, init: Callable = default_kernel_init) -> Array:
     """Features [B, 512] of uint8 images, by the convolutions of Mnih et al. 2015, extended table 1.
 
-    Called in a flax module, to which its layers belong. The values are divided by 255.
+    Called in a flax module, to which its layers belong; `init` draws their weights. The values are
+    divided by 255.
     """
     x = x.astype(jnp.float32) / 255
     x = channels_last(x)
-    x = convolve(x, channels=32, kernel_size=8, stride=4)
+    x = convolve(x, 32, kernel_size=8, stride=4, init=init)
     x = nn.relu(x)
-    x = convolve(x, channels=64, kernel_size=4, stride=2)
+    x = convolve(x, 64, kernel_size=4, stride=2, init=init)
     x = nn.relu(x)
-    x = convolve(x, channels=64, kernel_size=3, stride=1)
+    x = convolve(x, 64, kernel_size=3, stride=1, init=init)
     x = nn.relu(x)
     x = x.reshape(len(x), -1)
-    x = nn.Dense(512)(x)
+    x = nn.Dense(512, kernel_init=init)(x)
     return nn.relu(x)
 
 

@@ -102,7 +102,8 @@ class ActorCritic(nn.Module):
             import images
 
             if images.are_images(x):
-                actor = critic = images.nature_cnn(x)
+                orthogonal = nn.initializers.orthogonal(2**0.5)
+                actor = critic = images.nature_cnn(x, orthogonal)
         if actor is None:
             x = x.reshape(len(x), -1).astype(jnp.float32)
             actor = mlp(x)
