@@ -72,11 +72,11 @@ def nature_cnn(x: Array, init: Callable = default_kernel_init) -> Array:
     """
     x = x.astype(jnp.float32) / 255
     x = channels_last(x)
-    x = convolve(x, 32, kernel_size=8, stride=4, init=init)
+    x = convolve(x, channels=32, kernel_size=8, stride=4, init=init)
     x = nn.relu(x)
-    x = convolve(x, 64, kernel_size=4, stride=2, init=init)
+    x = convolve(x, channels=64, kernel_size=4, stride=2, init=init)
     x = nn.relu(x)
-    x = convolve(x, 64, kernel_size=3, stride=1, init=init)
+    x = convolve(x, channels=64, kernel_size=3, stride=1, init=init)
     x = nn.relu(x)
     x = x.reshape(len(x), -1)
     x = nn.Dense(512, kernel_init=init)(x)

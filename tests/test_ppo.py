@@ -907,9 +907,12 @@ def test_statistics_change_after_the_update_that_they_were_taken_in():
 # ------------------------------------------------------------------------------------- the network
 
 
-@pytest.mark.parametrize("shape", [(5,), (4, 36, 36)], ids=["numbers", "images"])
-def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform(shape):
-    dtype = np.float32 if shape == (5,) else np.uint8
+@pytest.mark.parametrize(
+    ("shape", "dtype", "features"),
+    [((5,), np.float32, 64), ((4, 36, 36), np.uint8, 512)],
+    ids=["numbers", "images"],
+)
+def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform(shape, dtype, features):
     observations = gym.spaces.Box(0, 255, shape, dtype)
     alg = PPO(Args(), observations, gym.spaces.Box(-1, 1, (3,)))
     params = jax.jit(alg.init)(jax.random.PRNGKey(0)).params["params"]
@@ -923,7 +926,7 @@ def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform(shape)
         identity = np.eye(len(kernel))
         np.testing.assert_allclose(kernel @ kernel.T, scale**2 * identity, atol=1e-5)
         assert not np.any(params[name]["bias"])
-    assert params["Dense_4"]["kernel"].shape[1] == 3
+    assert params["Dense_4"]["kernel"].shape == (features, 3)
     np.testing.assert_array_equal(params["log_std"], np.zeros(3))
 
 
