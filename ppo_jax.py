@@ -262,6 +262,11 @@ class PPO:
         action = np.zeros(num_actions, np.float32) if self.is_box else np.int32(0)
         no = np.False_
         self.example = Step(observation, action, np.float32(0), no, no, no)
+        if args.normalize_observations == "yes" and dtype == np.uint8:
+            import images
+
+            if images.are_images(observation[None]):
+                raise UsageError("normalize_observations takes no images: the network scales them")
         self.network: Any = ActorCritic(num_actions, self.is_box)
         self.split_batch = lambda batch: batch  # compiled.py may split it over devices
         # Compiled for this object, so that the programs go when it goes.

@@ -571,6 +571,12 @@ def test_what_the_algorithm_cannot_do_is_a_usage_error(flags, space, message):
         PPO(Args(**flags), OBSERVATIONS, space)
 
 
+def test_statistics_of_images_are_a_usage_error():
+    images = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    with pytest.raises(UsageError, match="normalize_observations takes no images"):
+        PPO(Args(normalize_observations="yes"), images, DISCRETE)
+
+
 @pytest.mark.parametrize(
     ("flags", "env_id", "message"),
     [
