@@ -265,7 +265,7 @@ class PPO:
         if args.normalize_observations == "yes" and dtype == np.uint8:
             import images
 
-            if images.are_images(observation[None]):
+            if images.are_images(self.example.observation[None]):
                 raise UsageError("normalize_observations takes no images: the network scales them")
         self.network: Any = ActorCritic(num_actions, self.is_box)
         self.split_batch = lambda batch: batch  # compiled.py may split it over devices
