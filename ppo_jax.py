@@ -372,9 +372,9 @@ class PPO:
         }
         # One mean of them all: many small ones would cost as much as the gradient.
         means = masked_mean(jnp.stack(list(losses.values()), axis=-1), batch.valid)
-        policy_loss, value_loss, entropy = means[:3]
-        loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-        return loss, dict(zip(losses, means, strict=True))
+        metrics = dict(zip(losses, means, strict=True))
+        loss = metrics["losses/policy_loss"] + args.vf_coef * metrics["losses/value_loss"]
+        return loss - args.ent_coef * metrics["losses/entropy"], metrics
 
     def optimize(self, state: State, batch: Batch, key: Array, learning_rate: Array) -> tuple:
         """The epochs of gradient steps on parts of a batch: State, metrics of the last epoch."""
