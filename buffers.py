@@ -21,13 +21,15 @@ has shape [T, N, ...]. A buffer of single items is the case N = 1, and a cluster
 rings one after the other, [K * T, N, ...]. Shape letters: T rows of the ring (time), N
 environments, K clusters, L rows added, B batch drawn, W steps in a window (`sequence_length`).
 
-An *index* names an item for as long as it is held: the number of its row since the first ever
-written, modulo a multiple of T (so that nothing overflows), times N, plus the environment; in a
-clustered buffer this times K, plus the cluster.
+In a replay buffer an *index* names an item for as long as it is held: the number of its row since
+the first ever written, modulo a multiple of T (so that nothing overflows), times N, plus the
+environment; in a clustered buffer this times K, plus the cluster. In a circular buffer index i is
+the i-th oldest item.
 
 Wrong structures, shapes and dtypes raise when a function is traced. Mistakes in values (an empty
 buffer is sampled, an index is gone) raise ValueError where they are concrete arrays; inside
-`jax.jit` they do no harm, and with `debug=True` are errors under `jax.experimental.checkify`.
+`jax.jit` they raise nothing and leave the state intact, and with `debug=True` they are errors under
+`jax.experimental.checkify`.
 """
 
 from __future__ import annotations
@@ -84,9 +86,10 @@ class Sample(NamedTuple):
 class Replay(NamedTuple):
     """The functions of `uniform_replay`, `prioritised_replay` and `clustered_replay`.
 
-    New items of a prioritised buffer get the largest priority that was ever set (before the first,
-    1). If all priorities are 0 there is nothing to draw. Of states that `jax.vmap` or `jax.pmap`
-    stacked, `size` and `can_sample` give an answer each; the others are called under `jax.vmap`.
+    New items of a prioritised buffer get the largest priority that was ever set, or 1 if none above
+    0 was. If all priorities are 0 there is nothing to draw, unless the exponent is 0. `size` and
+    `can_sample` also take states that `jax.vmap` or `jax.pmap` stacked, and give an answer for each
+    of them; the other functions are called under `jax.vmap`.
     """
 
     init: Callable  # (item) -> state
@@ -584,8 +587,8 @@ class Core(NamedTuple):
         bool), for `get`, `update` and `set_priorities`. The items held come first, then an index
         of -1 for each place that is still empty. In a clustered buffer this is so for each cluster,
         one after the other. With `sequence_length` W a window that can be drawn begins at each item
-        held but the last (W - 1) * num_envs; with `period` only where index // num_envs is a
-        multiple of it.
+        held but the last (W - 1) * num_envs; with `period` only where index // num_envs (of a
+        clustered buffer index // K // num_envs) is a multiple of it.
         """
         _check_state(self, state)
         layout = self.layout
@@ -674,10 +677,10 @@ def _access(core: Core, jit: Callable) -> tuple[Callable, Callable]:
         return get_in_jit(state, indices)
 
     def update(state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
-        """The state with `fn(item, *args) -> item` applied to every item, or to those at `indices`
-        [B] as in `get`, the first ones of windows, with rows of `args` [B, ...]. `fn` is static:
-        define it once and pass what changes in `args`. For an index that is not in the buffer (any
-        more): ValueError; inside jit it is ignored. One that is given twice is written once.
+        """The state with each item replaced by `fn(item, *args)`: every item, or those at `indices`
+        [B] (of a window its first), each with its row of `args` [B, ...]. `fn` is static: define it
+        once and pass what changes in `args`. For an index that is not in the buffer (any more):
+        ValueError; inside jit it is ignored. One that is given twice is written once.
         """
         if indices is not None:
             indices = jnp.atleast_1d(_as_indices("update", indices))
@@ -728,9 +731,9 @@ def _priority_setter(core: Core, jit: Callable) -> Callable:
 
     def set_priorities(state: State, indices: Any, priorities: Any) -> State:
         """The state with `priorities` [B] of the items, or of the windows that start, at `indices`
-        [B]: before the exponent, such as abs(TD error) + epsilon. Indices that were overwritten are
-        ignored; one that is given twice gets one of its priorities. Negative, infinite or NaN:
-        ValueError; inside jit that row is ignored.
+        [B]: before the exponent, such as abs(TD error) + epsilon. Indices that were overwritten, or
+        where no window begins, are ignored; one that is given twice gets one of its priorities.
+        Negative, infinite or NaN: ValueError; inside jit that row is ignored.
         """
         indices = _as_indices("set_priorities", indices)
         if not isinstance(priorities, Array):
@@ -808,7 +811,7 @@ def _popper(core: Core, can_pop: Callable, donate: bool) -> Callable:
 
     def pop(state: RingState, n: int) -> Any:
         """(state, items [n, ...]): the n oldest, oldest first; `n` is static. With fewer than n
-        held: ValueError; inside jit all held go, and what follows them is old contents.
+        held: ValueError; inside jit all are removed, and the rows of `items` after them are stale.
         """
         if _positive("n", n) > max_size:
             raise ValueError(f"pop: n is {n}, but at most max_size = {max_size} items are held")
@@ -835,8 +838,8 @@ def uniform_replay(
       max_size: items held, over all environments; then each new row overwrites the oldest.
       num_envs: N, `add` then takes steps of N environments [N, ...]. None: single items.
       sequence_length: W, `sample` then gives windows [B, W, ...] of W consecutive steps of one
-        environment. They never cross the write position, but they do cross episode ends: store
-        what tells. None: `sample` gives items [B, ...].
+        environment. They never cross the write position, but they do cross the ends of episodes:
+        store a flag that marks these. None: `sample` gives items [B, ...].
       period: windows start at steps whose count since the first is a multiple of it;
         `period=sequence_length` gives windows that do not overlap.
       donate: whether functions that return a state work in place and use up the one they are given.
@@ -1083,7 +1086,7 @@ def importance_weights(probabilities: Any, size: Any, beta: Any) -> Array:
       size: items that could have been drawn, such as `replay.size(state)`. The division cancels it.
       beta: how much of the bias is corrected, from 0 (nothing, all weights are 1) to 1.
 
-    Returns [B] float32, above 0 to 1.
+    Returns [B] float32, from 0 to 1.
     """
     probabilities = jnp.asarray(probabilities)
     size = jnp.asarray(size, float32)
@@ -1113,7 +1116,7 @@ def clustered_replay(
       num_clusters: K.
       cluster_buffer: a `uniform_replay` or a `prioritised_replay`, with streams or without, of the
         size of one cluster; its donate and debug do not count. Each has a max_priority of its own.
-        Steps of a cluster do not follow each other: whole windows or episodes are stored as items.
+        Neighbours in a cluster are not consecutive steps: store windows or episodes as items.
       clustering_fn: gives the cluster, an integer from 0 to K - 1 or a bool, of what `add` takes:
         an item, or a step of N environments. One outside of that counts as the nearest.
       distribution_power: a cluster is drawn in proportion to the number of items that a draw may
@@ -1224,8 +1227,8 @@ def n_step_return(
     """Discounted sums of the rewards of n steps, or of fewer where an episode ends.
 
     r_0 + gamma r_1 + ... + gamma**(m - 1) r_(m - 1), where m is n, or the number of steps up to the
-    first that terminated or was truncated (Sutton and Barto 2018, section 7.1). To that belongs
-    discount * V(s_m): s_m is what step m - 1 led to.
+    first that terminated or was truncated (Sutton and Barto 2018, section 7.1). To bootstrap, add
+    discount * V(s_m), where s_m is the observation after step m - 1.
 
     Args:
       reward: [B, n] float32, of consecutive steps of one environment.
@@ -1249,7 +1252,7 @@ def n_step_return(
 
 
 def stack_frames(frames: Any, count: int, mask: Any) -> Any:
-    """Windows of single observations as windows of stacks: of an episode the last K observations.
+    """Turns windows of single observations into windows of stacks: an episode's last K of them.
 
     So an image is stored once and not in K stacks (Mnih et al. 2015, Methods, "Preprocessing").
 

@@ -1,9 +1,9 @@
 """What lets a run go on, and its agent be used: checkpoints, flags of a resumed run, signals.
 
-A script imports this module where `--checkpoint-interval` is above 0, or with `--resume`. In the
-folder of a run `checkpoints/STEP` has all of the training (item `state`), the parameters to act
-with (`params`) and the returns of the last episodes (`recent`), of the newest two checkpoints;
-`best/STEP` has the parameters to act with that were best in an evaluation.
+A script imports this module where `--checkpoint-interval` is above 0, or with `--resume`. The
+folder of a run keeps the newest two checkpoints. Each, `checkpoints/STEP`, has all of the training
+(item `state`), the parameters to act with (`params`) and the returns of the last episodes
+(`recent`). `best/STEP` has the parameters to act with that were best in an evaluation.
 """
 
 import errno
@@ -30,7 +30,7 @@ class ResumeError(OSError):
 
 
 def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
-    """The flags that the run in `folder` was started with, as `Run` and `Args` of its script."""
+    """The flags of the run in `folder`, as `Run` and `Args` of its script."""
     try:
         text = Path(folder, "args.json").read_text()
     except OSError as error:
@@ -45,7 +45,7 @@ def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any
 
 
 def reopen_folder(args: Any, run: Any) -> Path:
-    """The folder of --resume; its args.json gets total_timesteps. ResumeError for other changes."""
+    """The folder of --resume; args.json gets total_timesteps. ResumeError: a fixed flag changed."""
     folder = Path(run.resume).absolute()
     before, before_args = read_flags(folder, type(run), type(args))
     flags = asdict(run) | asdict(args)
@@ -161,7 +161,7 @@ def truncate_episodes(replay: Any) -> Any:
 
 
 def note_signals(signals: list[int], run: Any) -> None:
-    """Appends Ctrl-C and SIGTERM to the list from now on; a second one ends the process."""
+    """Appends Ctrl-C and SIGTERM to the list; a second of the same kind ends the process."""
 
     def note(number: int, _: Any) -> None:
         signals.append(number)

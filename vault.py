@@ -1,5 +1,5 @@
 """Experience on disk: every row that a replay buffer was given, in zarr arrays, beyond its ring.
-Row r of a run is row r of its vault: a resumed run writes over what came after its checkpoint.
+Row r of a run is row r of its vault, so a resumed run overwrites what came after its checkpoint.
 
     vault = Vault("runs/experience", item, num_envs=8)  # as `init` of the buffer takes them
     vault.write(state)  # now and then: the rows that were added since the last time
@@ -87,10 +87,11 @@ class Vault:
 
     Args:
       path: the folder. Any number of processes may read, with no right to write, and one may write.
-      item, num_envs: as for the buffer: an item of one environment, of any dtypes; None for items.
-        Without an item the vault must be there, and `read` gives {name of a leaf: array}.
+      item, num_envs: as for the buffer: an item of one environment, and how many environments, or
+        None in a buffer of single items. Without an item the vault must be there, and `read` gives
+        {name of a leaf: array}.
       about: what JSON takes, such as {"env_id": "CartPole-v1"}. Kept unless the vault has its own.
-      create: if False, nothing is written: FileNotFoundError for a folder without a vault.
+      create: if False, no vault is made: FileNotFoundError for a folder without one.
 
     Attributes: `about` is what the vault keeps, `num_envs` as given, or without an item as stored.
     ValueError if it holds other items or was damaged; TypeError for typed keys. Linux and macOS.
@@ -175,7 +176,7 @@ class Vault:
         self.files["vault.json"] = text + b"\n%08x" % zlib.crc32(text)
 
     def read(self, start: int, stop: int) -> Any:
-        """Rows `start` to `stop` - 1 as NumPy arrays [rows, N, ...], of items [rows, ...].
+        """Rows `start` to `stop` - 1 as NumPy arrays [rows, N, ...], of single items [rows, ...].
 
         IndexError if they are not all there; ValueError that names the file that was damaged.
         """
@@ -193,12 +194,13 @@ class Vault:
     def write(self, state: Any, *, begin_late: bool = False) -> int:
         """Appends the rows that `state` has and the vault has not; returns how many.
 
-        It is that of a `uniform_replay`, `prioritised_replay` or `circular_buffer`. After a resume
-        write the restored one first: rows after it are dropped. ValueError if rows are gone, or it
-        is another buffer's, or another run's: of the last rows that both have none is alike, but
-        for flags, which a resume changes. BlockingIOError for a second writer; PermissionError.
+        `state` is that of a `uniform_replay`, `prioritised_replay` or `circular_buffer`; TypeError
+        for another. After a resume write the restored state first: the rows after it are dropped.
+        ValueError if rows were overwritten before they were written, if the items differ, or if it
+        is another run: none of the last rows that both have are equal (but for flags, which a
+        resume changes). BlockingIOError while another process writes; OSError if the disk is full.
 
-        With `begin_late` rows may be gone before the first write: the oldest one held is row 0.
+        With `begin_late` the first write may miss rows: the oldest one held is then row 0.
         """
         ring, envs = ring_of(state)
         given = describe(state.storage, state.cursor.ndim + 1)
