@@ -68,7 +68,7 @@ def commands(page):
 
 
 def given_flags(words):
-    return {word for word in words if word.startswith("--")}
+    return {word.replace("--no-", "--") for word in words if word.startswith("--")}
 
 
 def flags_of(script):
