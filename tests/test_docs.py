@@ -509,4 +509,4 @@ def test_reference_runs_show_what_a_new_run_should_look_like():
         script = folder.name.split("__")[1]
         for tag in ("charts/episodic_return", "charts/SPS", own.get(script, "losses/td_loss")):
             assert scalars[tag], (folder.name, tag)
-        assert scalars["charts/SPS"][-1][0] >= (20_000 if script == "sac_jax" else 499_000)
+        assert scalars["charts/SPS"][-1][0] >= (20_000 if script == "sac_jax" else 300_000)
