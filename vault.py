@@ -198,7 +198,8 @@ class Vault:
         for another. After a resume write the restored state first: the rows after it are dropped.
         ValueError if rows were overwritten before they were written, if the items differ, or if it
         is another run: none of the last rows that both have are equal (but for flags, which a
-        resume changes). BlockingIOError while another process writes; OSError if the disk is full.
+        resume changes). BlockingIOError while another process writes; PermissionError without the
+        right to write; OSError if the disk is full.
 
         With `begin_late` the first write may miss rows: the oldest one held is then row 0.
         """

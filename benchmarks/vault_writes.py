@@ -35,29 +35,25 @@ HEADS = [
 ]
 
 
+def observed(envs: Any, num_actions: int, rows: int) -> np.ndarray:
+    """Observations [rows, ...] of eight environments, one after the other, under random actions."""
+    random = np.random.default_rng(0)
+    observations = [envs.reset(seed=0)[0]]
+    while len(observations) * 8 < rows:
+        observations.append(envs.step(random.integers(num_actions, size=8))[0])
+    return np.concatenate(np.swapaxes(observations, 0, 1))[:rows]
+
+
 def cartpole(rows: int) -> np.ndarray:
     """Observations [rows, 4]."""
-    env, random, over = gym.make("CartPole-v1"), np.random.default_rng(0), False
-    observations = [env.reset(seed=0)[0]]
-    while len(observations) < rows:
-        if over:
-            observation, over = env.reset()[0], False
-        else:
-            observation, _, terminated, truncated, _ = env.step(random.integers(2))
-            over = terminated or truncated
-        observations.append(observation)
-    return np.stack(observations)
+    return observed(gym.make_vec("CartPole-v1", num_envs=8), 2, rows)
 
 
 def breakout(rows: int) -> np.ndarray:
-    """Observations [rows, 84, 84], of one environment after the other."""
+    """Observations [rows, 84, 84]."""
     from ale_py.vector_env import AtariVectorEnv
 
-    envs, random = AtariVectorEnv("breakout", num_envs=8, stack_num=1), np.random.default_rng(0)
-    frames: list[Any] = [envs.reset(seed=0)[0]]
-    while len(frames) * 8 < rows:
-        frames.append(envs.step(random.integers(4, size=8))[0])
-    return np.swapaxes(frames, 0, 1).reshape(-1, 84, 84)[:rows]
+    return observed(AtariVectorEnv("breakout", num_envs=8, stack_num=1), 4, rows).squeeze(1)
 
 
 def steps(observation: np.ndarray) -> dict[str, np.ndarray]:
