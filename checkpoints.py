@@ -1,145 +1,208 @@
-"""What lets a run go on, and its agent be used: checkpoints, flags of a resumed run, signals.
+"""What makes a run last: its folder, checkpoints, resuming, Ctrl-C, and loading a trained agent.
 
-A script imports this module where `--checkpoint-interval` is above 0, or with `--resume`. The
-folder of a run keeps the newest two checkpoints. Each, `checkpoints/STEP`, has all of the training
-(item `state`), the parameters to act with (`params`) and the returns of the last episodes
-(`recent`). `best/STEP` has the parameters to act with that were best in an evaluation.
+A script imports this module if it lies beside it. The folder of a run keeps the newest two
+checkpoints. Each, `checkpoints/STEP`, has the whole state of training (item `state`), the
+parameters to act with (`params`) and the returns of the last episodes (`recent`). `best/STEP` has
+the parameters that did best in an evaluation.
+
+    policy = checkpoints.load_policy(folder, dqn_jax)  # the best agent, as a function
+    actions = policy(observations)
 """
 
-import errno
 import json
 import logging
 import math
-import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from multiprocessing import forkserver
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from gymnasium.error import Error as UsageError
+from jax.tree_util import keystr, tree_flatten_with_path
+from tqdm import tqdm
 
-FIXED = ("env_id", "env_kwargs", "seed", "num_seeds")  # flags of a run that a resume cannot change
-
-
-class ResumeError(OSError):
-    """A run cannot go on."""
-
-
-def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
-    """The flags of the run in `folder`, as `Run` and `Args` of its script."""
-    try:
-        text = Path(folder, "args.json").read_text()
-    except OSError as error:
-        text = "is not the folder of a run, which a script makes in runs/ and has args.json"
-        raise ResumeError(f"resume: {folder} {text}") from error
-    with suppress(ValueError, KeyError, TypeError):
-        saved = json.loads(text)
-        if saved["args"].keys() == asdict(args_class()).keys():
-            run = run_class(**saved["run"] | {"distributed": ""})
-            return run, args_class(**saved["args"])
-    raise ResumeError(f"resume: {folder} is a run of another script or version")
-
-
-def reopen_folder(args: Any, run: Any) -> Path:
-    """The folder of --resume; args.json gets total_timesteps. ResumeError: a fixed flag changed."""
-    folder = Path(run.resume).absolute()
-    before, before_args = read_flags(folder, type(run), type(args))
-    flags = asdict(run) | asdict(args)
-    for name, value in (asdict(before) | asdict(before_args)).items():
-        may_change = name == "total_timesteps" or (hasattr(run, name) and name not in FIXED)
-        if flags[name] != value and not may_change:
-            raise ResumeError(f"resume: {name} must stay {value}, not become {flags[name]}")
-    made = Checkpoints(folder).newest_step()
-    if args.total_timesteps < min(made, before_args.total_timesteps):
-        raise ResumeError(f"resume: {made} steps were made, more than {args.total_timesteps}")
-    if jax.process_index() == 0:
-        flags = {"run": asdict(before), "args": asdict(args)}
-        (folder / "args.json").write_text(json.dumps(flags))
-    return folder
-
-
-def write(manager: ocp.CheckpointManager, step: int, items: Any, **metrics: Any) -> None:
-    """Writes a checkpoint, if there is none of this step. OSError if the disk is full."""
-    if step == 0 or step in manager.all_steps():
-        return
-    try:
-        manager.save(step, args=items, force=True, **metrics)
-        return
-    except Exception as error:
-        if "no space left" not in str(error).lower():
-            raise
-    # Orbax says the same in many lines: let it finish, so that ours is the last one.
-    logging.getLogger("asyncio").disabled = True
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            with suppress(Exception):
-                thread.join(timeout=1)
-    raise OSError(errno.ENOSPC, "no space left", str(manager.directory))
+import tracking
+import usage
 
 
 class Checkpoints:
-    """The checkpoints of the run in `folder`, each written whole or not at all."""
+    """What is kept of the run in `folder`. A checkpoint is written as a whole or not at all."""
 
-    def __init__(self, folder: Path | str) -> None:
-        folder = Path(folder).absolute()
-        # Training writes over the state that is saved, so it is not saved while training goes on.
-        newest_two = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        best_one = ocp.CheckpointManagerOptions(
-            max_to_keep=1,
-            best_fn=lambda metrics: metrics["return"],
-            enable_async_checkpointing=False,
-        )
-        self.newest_two = ocp.CheckpointManager(folder / "checkpoints", options=newest_two)
-        self.best_one = ocp.CheckpointManager(folder / "best", options=best_one)
+    def __init__(self, folder: Path | str, saves: bool = True) -> None:
+        self.folder = Path(folder).absolute()
+        self.saves = saves
+        # Training overwrites the state that is saved, so saving cannot go on in the background.
+        options = ocp.CheckpointManagerOptions(create=saves, enable_async_checkpointing=False)
+        latest = replace(options, max_to_keep=2)
+        best = replace(options, max_to_keep=1, best_fn=lambda metrics: metrics["return"])
+        self.latest = ocp.CheckpointManager(self.folder / "checkpoints", options=latest)
+        self.best = ocp.CheckpointManager(self.folder / "best", options=best)
+        self.begin = 0  # the step of the checkpoint that was restored
+        self.recent_returns: list = []  # the returns that were restored
+        self.vault: Any = None  # the experience on disk, with --save-experience
+        self.on_close: list = []  # functions to call when the run ends
 
-    def save(self, step: int, state: Any, params: Any, recent: Sequence) -> None:
-        """Saves the state of training after `step`, unless it is saved already."""
+    def write_header(self, writer: Any, flags: dict) -> None:
+        """Writes the flags to an event file."""
+        tracking.write_header(writer, flags, self.begin)
+
+    def save(self, step: int, state: Any, params: Any, recent_returns: Sequence) -> None:
+        """Saves the state of training after `step`, if its parameters are finite."""
+        if not all(np.isfinite(x).all() for x in jax.tree.leaves(params)):
+            raise FloatingPointError(f"{self.folder}: diverged, parameters are not finite")
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             params=ocp.args.StandardSave(params),
-            recent=ocp.args.JsonSave([float(x) for x in recent]),
+            recent=ocp.args.JsonSave([float(x) for x in recent_returns]),
         )
-        write(self.newest_two, step, items)
+        self.write(self.latest, step, items)
 
     def save_if_best(self, step: int, params: Any, score: float) -> None:
-        """Keeps parameters to act with, if no earlier ones had a higher score."""
-        if math.isfinite(score):
+        """Keeps these parameters to act with, if no earlier ones had this score or a higher one."""
+        best_step = self.best.best_step()
+        is_better = best_step is None or score > self.best.metrics(best_step)["return"]
+        if math.isfinite(score) and is_better:
             items = ocp.args.Composite(params=ocp.args.StandardSave(params))
-            write(self.best_one, step, items, metrics={"return": float(score)})
+            self.write(self.best, step, items, metrics={"return": float(score)})
 
-    def newest(self, like: Any) -> tuple[int, Any, list]:
-        """Step, state and `recent` of the newest checkpoint; `like` has shapes and devices."""
-        step = self.newest_step()
-        state = ocp.args.StandardRestore(like)
-        items = ocp.args.Composite(state=state, recent=ocp.args.JsonRestore())
-        restored = self.newest_two.restore(step, args=items)
-        return step, restored["state"], restored["recent"]
+    def write(self, manager: Any, step: int, items: Any, **metrics: Any) -> None:
+        """Writes a checkpoint, unless there is one of this step. UsageError if the disk is full."""
+        if not self.saves or step == 0 or step in manager.all_steps():
+            return
+        try:
+            manager.save(step, args=items, force=True, **metrics)
+            return
+        except Exception as error:
+            if "no space left" not in str(error).lower():
+                raise
+        # Orbax prints many lines about it. Let it finish, so that ours is the last one.
+        logging.getLogger("asyncio").disabled = True
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                with suppress(Exception):
+                    thread.join(timeout=1)
+        raise UsageError(f"no space left on the disk of {manager.directory}")
 
-    def best(self, like: Any) -> Any:
-        """The parameters that were best in an evaluation; without one those saved last."""
-        items = ocp.args.Composite(params=ocp.args.StandardRestore(like))
-        step = self.best_one.best_step()
-        if step is not None:
-            return self.best_one.restore(step, args=items)["params"]
-        return self.newest_two.restore(self.newest_step(), args=items)["params"]
+    def write_experience(self, state: Any) -> None:
+        """Appends the new steps of the replay to the vault, with --save-experience."""
+        if self.vault is not None:
+            self.vault.write(state.replay)
 
-    def newest_step(self) -> int:
-        """The step of the newest checkpoint; ResumeError if there is none."""
-        step = self.newest_two.latest_step()
+    def restore(self, state: Any) -> Any:
+        """The state of the newest checkpoint. `state` has its shapes and devices, and is used up.
+
+        A damaged checkpoint is passed over. Sets `begin` and `recent_returns`.
+        """
+        shapes = jax.tree.map(abstract, state)
+        for x in jax.tree.leaves(state):
+            x.delete()  # so that memory never holds two replays
+        items = ocp.args.Composite(
+            state=ocp.args.StandardRestore(shapes), recent=ocp.args.JsonRestore()
+        )
+        damaged = []
+        self.begin = self.latest_step()
+        for step in sorted(self.latest.all_steps(), reverse=True):
+            folder = self.latest.directory / str(step)
+            try:
+                restored = self.latest.restore(step, args=items)
+            except Exception as error:
+                raise_if_other(folder / "state", shapes, error)
+                damaged.append(step)
+                continue
+            break
+        else:
+            raise UsageError(f"resume: no checkpoint in {self.latest.directory} can be read")
+        for other in damaged:
+            tqdm.write(f"checkpoint {other} is damaged and deleted: the run goes on from {step}")
+            self.latest.delete(other)
+        self.begin = step
+        self.recent_returns = restored["recent"]
+        return restored["state"]
+
+    def best_params(self, params: Any) -> Any:
+        """The best parameters to act with, or without an evaluation the newest ones."""
+        items = ocp.args.Composite(params=ocp.args.StandardRestore(params))
+        manager = self.latest if self.best.best_step() is None else self.best
+        step = self.latest_step() if manager is self.latest else self.best.best_step()
+        try:
+            return manager.restore(step, args=items)["params"]
+        except Exception as error:
+            raise_if_other(manager.directory / str(step) / "params", params, error)
+            raise
+
+    def latest_step(self) -> int:
+        """The step of the newest checkpoint."""
+        step = self.latest.latest_step()
         if step is None:
-            raise ResumeError(f"{self.newest_two.directory} has no checkpoint")
+            raise UsageError(f"{self.latest.directory} has no checkpoint")
         return step
 
+    def close(self) -> None:
+        """Ends what began with the run: its lock, and the handling of signals."""
+        for function in self.on_close:
+            function()
 
-def shapes_of(state: Any) -> Any:
-    """The shapes, dtypes and devices of a state's arrays, without the arrays."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
+
+def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and devices of an array, without its numbers."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def raise_if_other(folder: Any, wanted: Any, error: Exception) -> None:
+    """Raises UsageError if the arrays in `folder` are not `wanted`, and names the first of them."""
+
+    def shapes_by_name(tree: Any) -> dict:
+        leaves, _ = tree_flatten_with_path(tree)
+        return {keystr(path, simple=True, separator="."): tuple(x.shape) for path, x in leaves}
+
+    try:
+        saved = shapes_by_name(ocp.StandardCheckpointer().metadata(folder).item_metadata.tree)
+    except Exception:
+        return  # it cannot be read
+    expected = shapes_by_name(wanted)
+    for name in expected | saved:
+        there = saved.get(name, "missing")
+        here = expected.get(name, "missing")
+        if there != here:
+            text = f"{folder} is of another script or version: {name} is {there} there, {here} here"
+            raise UsageError(text) from error
+
+
+def open_run(alg: Any, run: Any, folder: Path, state: Any, stop: list) -> tuple[Checkpoints, Any]:
+    """Makes the folder of a new run, or resumes one. Returns what is kept, and the first State.
+
+    From now on a signal is appended to `stop`.
+    """
+    steps = alg.steps_per_iteration
+    usage.check_iteration(steps, alg.args.total_timesteps, run.log_interval)
+    tracking.check_vault(alg, run)
+    before, args_before = run, alg.args
+    if run.resume:
+        before, args_before = usage.check_resume(alg.args, run)
+    if run.track:
+        tracking.init_wandb(folder.name, vars(run) | vars(alg.args))
+    folder.mkdir(parents=True, exist_ok=True)
+    saver = Checkpoints(folder, saves=run.checkpoint_interval > 0)
+    if jax.process_index() == 0:
+        saver.on_close.append(usage.lock_run(folder))
+    if run.resume:
+        steps = saver.latest_step()
+        total = alg.args.total_timesteps
+        if total < min(steps, args_before.total_timesteps):
+            raise UsageError(f"resume: {steps} steps were made, more than {total}")
+        state = alg.on_resume(saver.restore(state))
+    if jax.process_index() == 0:
+        flags = {"run": vars(before), "args": vars(alg.args)}
+        (folder / "args.json").write_text(json.dumps(flags))
+    saver.vault = tracking.open_vault(alg, run, folder)
+    saver.write_experience(getattr(state, "agent", state))  # a resumed run drops what came later
+    saver.on_close.append(usage.stop_on_signals(stop, run))
+    return saver, state
 
 
 def truncate_episodes(replay: Any) -> Any:
@@ -160,16 +223,18 @@ def truncate_episodes(replay: Any) -> Any:
     return replay._replace(storage=steps)
 
 
-def note_signals(signals: list[int], run: Any) -> None:
-    """Appends Ctrl-C and SIGTERM to the list; a second of the same kind ends the process."""
+def load_policy(folder: Path | str, script: Any) -> Callable[[Any], np.ndarray]:
+    """Loads the best agent of a run as a function from observations [N, ...] to actions [N, ...].
 
-    def note(number: int, _: Any) -> None:
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+    `script` is the module that trained it, such as dqn_jax. The agent does not explore.
+    """
+    run, args = usage.read_flags(folder, script.Run, script.Args)
+    alg, _ = script.make_algorithm(args, replace(run, capture_video=False))
+    like = jax.jit(lambda key: alg.policy_params(alg.init(key)))(jax.random.PRNGKey(0))
+    params = Checkpoints(folder).best_params(like)
+    dtype = alg.example_step.observation.dtype
 
-    if run.vectorization == "async":
-        # A terminal signals the environments' processes, too, which training needs until it saves.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        forkserver.ensure_running()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
+    def policy(observations: Any) -> np.ndarray:
+        return alg.to_env_action(np.asarray(alg.act(params, np.asarray(observations, dtype))))
+
+    return policy

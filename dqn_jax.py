@@ -1,22 +1,24 @@
-"""DQN: Mnih et al. 2015, "Human-level control through deep RL", Nature.
+"""DQN: Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature.
 
     python dqn_jax.py --env-id CartPole-v1 --num-envs 8
     python dqn_jax.py --env-id phys2d/CartPole-v1 --num-envs 10 --num-seeds 10
 
-In an iteration N environments make S steps with the same parameters, which are then updated:
+A rollout is S steps of N environments. The agent learns from it while they take the next S steps:
 
+    collect the first rollout
     for each iteration:                                                     # train
-        noise = draw_noise(key, step, rollout_shape)
-        for each of S steps:                                                # collect_rollout
-            action = act(params, observation, noise)
-            observation, reward, terminated, truncated = envs.step(action)
-        state, params, metrics = train_step(state, rollout, key, step)
-        when they are due: write_point, save, evaluate_agent
+        in a thread:
+            state, params, metrics = train_step(state, rollout, next_observation, key, step)
+        meanwhile, for each of S steps of the next rollout:                 # collect_rollout
+            action = act(params, observation, key, step)                    # with the old params
+            observation, reward, terminated, truncated, info = envs.step(action)
+        when both are done: rollout = the next rollout
+        when due: add_metrics, save, evaluate_agent
 
-Environments written in JAX are compiled with the learning into one program: see compiled.py.
+With an environment written in JAX, both take turns in one compiled program: see compiled.py.
 
 Differs from the paper: Adam for RMSProp, no clipping of rewards and errors, hyperparameters for
-classic control. An episode that a time limit cuts off is bootstrapped; one that ends is not.
+classic control. If a time limit truncates an episode, the target bootstraps.
 """
 
 import json
@@ -26,10 +28,9 @@ import sys
 import time
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -41,11 +42,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.error import Error as UsageError
+from gymnasium.spaces import Box
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from jax import Array
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
@@ -58,23 +60,23 @@ class Args:
 
     total_timesteps: int = 500_000  # steps of training
     num_envs: int = 1  # environments stepped together
-    learning_rate: float = 2.5e-4  # step size of Adam
-    adam_epsilon: float = 1e-8  # added to what Adam divides by
+    learning_rate: float = 2.5e-4  # learning rate of Adam
+    adam_epsilon: float = 1e-8  # epsilon of Adam
     buffer_size: int = 10_000  # steps that the replay buffer holds
     gamma: float = 0.99  # discount factor
-    tau: float = 1.0  # how far the target network moves towards the online one at an update
+    tau: float = 1.0  # Polyak coefficient of the target network; 1 copies the online network
     target_network_frequency: int = 500  # steps between two updates of the target network
-    batch_size: int = 128  # transitions of one gradient step
-    start_e: float = 1.0  # probability of a random action at the start
-    end_e: float = 0.05  # probability of a random action once exploration-fraction is over
-    exploration_fraction: float = 0.5  # part of total-timesteps from start-e to end-e
+    batch_size: int = 128  # transitions per gradient step
+    start_e: float = 1.0  # epsilon, the probability of a random action, at the start
+    end_e: float = 0.05  # epsilon from the end of exploration-fraction on
+    exploration_fraction: float = 0.5  # fraction of total-timesteps over which epsilon is annealed
     learning_starts: int = 10_000  # steps before the first gradient step; 0: batch-size
-    train_frequency: int = 10  # steps for one gradient step
-    n_step: int = 1  # rewards summed in a target before it bootstraps
-    double_q: bool = False  # the online network chooses the action that is bootstrapped from
-    frame_stack: int = 1  # how many of an episode's last observations the network sees
-    clip_rewards: bool = False  # learn from the sign of rewards; the charts show them as they are
-    save_experience: bool = False  # keep on disk all steps that were stored, in the run's folder
+    train_frequency: int = 10  # steps per gradient step
+    n_step: int = 1  # n of the n-step return
+    double_q: bool = False  # double DQN: the online network selects the next action
+    frame_stack: int = 1  # number of last observations that the network sees
+    clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
+    save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 
 class QNetwork(nn.Module):
@@ -83,7 +85,7 @@ class QNetwork(nn.Module):
     num_actions: int
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x):
         if x.dtype == jnp.uint8 and x.ndim > 2:
             import images
 
@@ -96,11 +98,13 @@ class QNetwork(nn.Module):
 
 
 class Step(NamedTuple):
-    """A step of an environment [...], of N of them [N, ...], or those of a rollout [S, N, ...].
+    """A step [N, ...] of N environments, or the steps [S, N, ...] of a rollout.
 
-    In Gymnasium's NEXT_STEP mode the step after an episode's end only resets the environment. Its
-    action is ignored and its reward is 0. It is not `valid`: nothing is learned from it. So the
-    observation of a row is always what the row before it led to, also at the end of an episode.
+    An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
+
+        observation   s0     s1     s2     t0     The row of s2 only resets the environment: its
+        terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
+        valid         True   True   False  True   is learned from it.
     """
 
     observation: Any
@@ -109,144 +113,123 @@ class Step(NamedTuple):
     terminated: Any  # the episode ended by itself
     truncated: Any  # a time limit cut the episode off
     valid: Any
-    next_observation: Any = None  # only of a rollout: the observation after its last step [N, ...]
 
 
 class Transition(NamedTuple):
-    """n steps of an environment, taken as one [B, ...]."""
+    """Transitions of n steps, or of fewer at the end of an episode."""
 
-    observation: Array
+    observation: Array  # [B, ...]
     action: Array  # [B]
-    reward: Array  # [B], the discounted sum of n rewards, or of fewer where the episode ended
-    discount: Array  # [B], of the value of next_observation; 0 where the episode terminated
-    next_observation: Array
-    valid: Array  # [B], False where the first of the steps only resets
+    reward: Array  # [B], discounted sum of the rewards
+    discount: Array  # [B], of the value of next_observation; 0 if the episode terminated
+    next_observation: Array  # [B, ...]
+    valid: Array  # [B], False if the first step only resets
 
 
 class State(NamedTuple):
-    """All that learning changes."""
+    """Everything that learning changes."""
 
     params: Any
     target_params: Any
     opt_state: optax.OptState
     replay: Any  # the state of the replay buffer of Steps
-    updates: Array  # gradient steps so far
+    num_updates: Array  # gradient steps so far
 
 
 class DQN:
     """The algorithm, as pure functions of a `State`."""
 
-    acts_while_learning = True  # a rollout is collected while the one before is learned from
+    collects_while_learning = True  # the next rollout, with the parameters from before
 
-    def __init__(self, args: Args, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, args: Args, observation_space, action_space):
         self.learning_starts = args.learning_starts or args.batch_size
         if not args.batch_size <= self.learning_starts < args.total_timesteps:
-            raise UsageError(
-                f"learning_starts {self.learning_starts} must be from batch_size {args.batch_size} "
-                f"to total_timesteps {args.total_timesteps} - 1; --learning-starts 0 is batch_size"
-            )
+            raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         if not isinstance(action_space, gym.spaces.Discrete):
             raise UsageError(f"DQN takes Discrete actions, not {action_space}")
         self.args = args
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
-        # The fewest steps that are whole gradient steps and whole steps of all environments.
+        # The smallest number of steps that num_envs and train_frequency divide.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
-        self.no_noise = np.int32(-1)
         dtype = np.uint8 if observation_space.dtype == np.uint8 else np.float32
         observation = np.zeros(observation_space.shape, dtype)
-        no = np.False_
-        self.example = Step(observation, np.int32(0), np.float32(0), no, no, no)
-        self.stored = self.example  # as the replay holds it: only the newest frame of a stack
+        self.example_step = Step(observation, np.int32(0), np.float32(0), *[np.False_] * 3)
+        self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
-            self.stored = self.example._replace(observation=observation[-1])
+            self.stored_step = self.example_step._replace(observation=observation[-1])
         self.network: Any = QNetwork(self.num_actions)
-        # As one vector, because many small arrays are slower; not for one that minds their shapes.
+        # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         self.optimizer = optax.flatten(optax.adam(args.learning_rate, eps=args.adam_epsilon))
-        # A draw is a window: the frames of a stack, and n steps after it.
+        exploration_steps = int(args.exploration_fraction * args.total_timesteps)
+        self.epsilon = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
+        # The replay draws windows of consecutive steps: a stack of frames, and n steps after it.
         window = args.frame_stack + args.n_step
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
         self.replay = buffers.uniform_replay(
             rows * args.num_envs, num_envs=args.num_envs, sequence_length=window
         )
-        self.split_batch = lambda batch: batch  # compiled.py may split it over devices
-        # Compiled for this object, so that the programs go when it goes.
-        self.act = jax.jit(self.act)
-        self.draw_noise = jax.jit(self.draw_noise, static_argnums=2)
+        self.shard_batch = lambda batch: batch  # compiled.py may split a batch over devices
+        self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
-    def init(self, key: Array) -> State:
+    def init(self, key) -> State:
         """The state before training."""
-        params = self.network.init(key, self.example.observation[None])
+        params = self.network.init(key, self.example_step.observation[None])
         opt_state = self.optimizer.init(params)
-        replay = self.replay.init(self.stored)
-        return State(params, params, opt_state, replay, updates=jnp.int32(0))
+        replay = self.replay.init(self.stored_step)
+        return State(params, params, opt_state, replay, num_updates=jnp.int32(0))
 
-    def cut_episodes_off(self, state: State) -> State:
-        """The state of a resumed run, whose environments start anew."""
+    def on_resume(self, state: State) -> State:
+        """The state of a resumed run, whose environments begin new episodes."""
         import checkpoints
 
         return state._replace(replay=checkpoints.truncate_episodes(state.replay))
 
-    def epsilon(self, step: Any) -> Any:
-        """The probability of a random action."""
-        args = self.args
-        last = args.exploration_fraction * args.total_timesteps
-        progress = jnp.where(step < last, step / max(last, 1), 1)
-        return args.start_e + progress * (args.end_e - args.start_e)
-
-    def draw_noise(self, key: Array, step: Any, shape: tuple[int, int]) -> Array:
-        """Noise [S, N] of steps from `step` on: random actions, or -1 for the best one."""
-        explore_key, action_key = jax.random.split(jax.random.fold_in(key, step))
-        action = jax.random.randint(action_key, shape, 0, self.num_actions)
-        explores = jax.random.uniform(explore_key, shape) < self.epsilon(step)
-        return jnp.where(explores, action, self.no_noise)
-
-    def acting_params(self, state: State) -> Any:
+    def policy_params(self, state: State):
         """The part of a state that `act` needs."""
         return state.params
 
-    def act(self, params: Any, observation: Any, noise: Any) -> Array:
-        """Actions [N] with noise [N]."""
+    def act(self, params, observation, key=None, step=0):
+        """Actions [N]: epsilon-greedy with a key, greedy without one."""
         q_values = self.network.apply(params, observation)
-        return jnp.where(noise < 0, jnp.argmax(q_values, axis=-1), noise)
+        action = jnp.argmax(q_values, axis=-1)
+        if key is None:
+            return action
+        key = jax.random.fold_in(key, step)
+        uniform = jax.random.uniform(key, (2, *action.shape), jnp.float32)
+        explores = uniform[0] < self.epsilon(step)
+        random_action = jnp.int32(uniform[1] * self.num_actions)
+        return jnp.where(explores, random_action, action)
 
-    def to_env_action(self, action: Any) -> Any:
+    def to_env_action(self, action):
         """The environment's actions, which need not start at 0."""
         return action + self.first_action
 
     def to_transitions(self, window: Step) -> Transition:
-        """Makes n-step transitions [B, ...] of windows [B, W, ...], shorter at an episode's end."""
-        args = self.args
-        observation = buffers.stack_frames(window.observation, args.frame_stack, window.valid)
-        first = args.frame_stack - 1  # the steps before it only fill its stack
-        after = first + args.n_step
-        reward, discount, taken = buffers.n_step_return(
-            window.reward[:, first:after],
-            window.terminated[:, first:after],
-            window.truncated[:, first:after],
-            args.gamma,
+        """Turns windows of steps [B, W, ...] into transitions [B, ...]."""
+        first = self.args.frame_stack - 1  # the steps before it only fill its stack
+        steps = jax.tree.map(lambda x: x[:, first : first + self.args.n_step], window)
+        reward, discount, num_steps = buffers.n_step_return(
+            steps.reward, steps.terminated, steps.truncated, self.args.gamma
         )
-        return Transition(
-            observation=observation[:, 0],
-            action=window.action[:, first],
-            reward=reward,
-            discount=discount,
-            next_observation=observation[jnp.arange(len(taken)), taken],
-            valid=window.valid[:, first],
-        )
+        stack = buffers.stack_frames(window.observation, self.args.frame_stack, window.valid)
+        next_stack = stack[jnp.arange(len(num_steps)), num_steps]
+        action = steps.action[:, 0]
+        valid = steps.valid[:, 0]
+        return Transition(stack[:, 0], action, reward, discount, next_stack, valid)
 
-    def loss(self, params: Any, target_params: Any, batch: Transition) -> tuple[Array, dict]:
+    def loss(self, params, target_params, batch: Transition):
         """Mean squared TD error of the batch, and the metrics."""
         next_q = self.network.apply(target_params, batch.next_observation)
-        chooser = next_q
+        selector = next_q
         if self.args.double_q:
-            chooser = self.network.apply(params, batch.next_observation)
-        next_action = jnp.argmax(chooser, axis=-1)
+            selector = self.network.apply(params, batch.next_observation)
+        next_action = jnp.argmax(selector, axis=-1)
         next_value = next_q[jnp.arange(len(next_q)), next_action]
         target = jax.lax.stop_gradient(batch.reward + batch.discount * next_value)
-        # Not by an index, because its gradient would be a scatter.
+        # One-hot instead of indexing, whose gradient is a slow scatter.
         chosen = jax.nn.one_hot(batch.action, self.num_actions, dtype=jnp.float32)
         q_values = self.network.apply(params, batch.observation)
         value = jnp.sum(q_values * chosen, axis=-1)
@@ -255,48 +238,45 @@ class DQN:
         mean_value = jnp.sum(value, where=batch.valid) / rows
         return loss, {"losses/td_loss": loss, "losses/q_values": mean_value}
 
-    def gradient_step(self, state: State, key: Array, step: Array) -> tuple[State, dict]:
-        """Learns from a batch of the replay; moves the target network when it is due."""
+    def gradient_step(self, state: State, key, step) -> tuple[State, dict]:
+        """Learns from a batch of the replay, and updates the target network when it is due."""
         args = self.args
         sample = self.replay.sample(state.replay, key, args.batch_size)
-        batch = self.to_transitions(self.split_batch(sample.experience))
-        gradient_of_loss = jax.grad(self.loss, has_aux=True)
-        gradient, metrics = gradient_of_loss(state.params, state.target_params, batch)
-        changes, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, changes)
-        updates = state.updates + 1
+        batch = self.to_transitions(self.shard_batch(sample.experience))
+        grad_fn = jax.grad(self.loss, has_aux=True)
+        gradient, metrics = grad_fn(state.params, state.target_params, batch)
+        updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        num_updates = state.num_updates + 1
         period = max(args.target_network_frequency // args.train_frequency, 1)
-        tau = jnp.where(updates % period == 0, args.tau, 0.0)
+        tau = jnp.where(num_updates % period == 0, args.tau, 0.0)
         target_params = optax.incremental_update(params, state.target_params, tau)
-        return State(params, target_params, opt_state, state.replay, updates), metrics
+        return State(params, target_params, opt_state, state.replay, num_updates), metrics
 
-    def train_step(self, state: State, rollout: Step, key: Array, step: Array) -> tuple:
-        """Stores the rollout [S, N] that began at `step` and makes its gradient steps.
+    def train_step(self, state: State, rollout: Step, next_observation, key, step):
+        """Stores the rollout [S, N] that began at `step`, and takes the gradient steps.
 
-        Returns the State, the parameters to act with, and the metrics of the last gradient step,
-        which are NaN where none was made.
+        Returns the State, the parameters to act with, and the metrics of the last gradient step. If
+        there was none they are 0, and not logged. The next rollout begins at next_observation.
         """
-        steps = rollout._replace(next_observation=None)
         if self.args.frame_stack > 1:
-            steps = steps._replace(observation=rollout.observation[:, :, -1])
+            rollout = rollout._replace(observation=rollout.observation[:, :, -1])
         if self.args.clip_rewards:
-            steps = steps._replace(reward=jnp.sign(rollout.reward))
-        state = state._replace(replay=self.replay.add_batch(state.replay, steps))
+            rollout = rollout._replace(reward=jnp.sign(rollout.reward))
+        state = state._replace(replay=self.replay.add_batch(state.replay, rollout))
         keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
         _, shapes = jax.eval_shape(self.gradient_step, state, keys[0], step)
-        no_metrics = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), shapes)
+        no_metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def update(i: Array, carry: tuple) -> tuple:
-            state, _ = carry
-            state, metrics = self.gradient_step(state, keys[i], step)
-            return state, jax.tree.map(jnp.float32, metrics)
+        def update(i, carry):
+            return self.gradient_step(carry[0], keys[i], step)
 
         learns = step + self.steps_per_iteration > self.learning_starts
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
         state, metrics = jax.lax.fori_loop(0, gradient_steps, update, (state, no_metrics))
         metrics["charts/epsilon"] = self.epsilon(step)
         metrics["charts/gradient_steps"] = gradient_steps
-        return state, self.acting_params(state), metrics
+        return state, self.policy_params(state), metrics
 
 
 Algorithm = DQN
@@ -304,181 +284,130 @@ ENV_ID = "CartPole-v1"  # of a run without --env-id
 
 
 # === common to all scripts ===
-#
-# It uses of an algorithm: args, example, no_noise, rollout_shape, steps_per_iteration,
-# acts_while_learning, init, cut_episodes_off, draw_noise, acting_params, act, to_env_action,
-# train_step; and `stored`, to keep experience.
-
-LONGEST_EPISODE = 30_000  # steps of an evaluation; episodes of Atari have up to 27,000
-
-
-class UsageError(ValueError):
-    """A mistake in the flags, which the command line shows in one line."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of the experiment. Many seeds, devices or processes need an environment in JAX."""
+    """Flags of the experiment. Several agents, devices or processes need an environment in JAX."""
 
     exp_name: str = Path(__file__).stem  # part of the folder's name
-    env_id: str = ENV_ID  # a registered environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports it
-    env_kwargs: str = "{}"  # arguments of the environment in JSON, such as {"continuous": true}
+    env_id: str = ENV_ID  # Gymnasium environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports MODULE
+    env_kwargs: str = "{}"  # arguments of the environment as JSON, such as {"continuous": true}
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
-    seed: int = 1  # seed of the environments, the exploration, the network and the learning
-    num_seeds: int = 1  # agents trained at once, with this seed and those after it
-    num_devices: int = 1  # devices of a process that agents, or the environments of one, share
+    seed: int = 1  # random seed
+    num_seeds: int = 1  # agents trained in parallel, with this seed and those after it
+    num_devices: int = 1  # devices per process that agents, or environments of one, are spread over
     distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
-    log_interval: int = 1_000  # steps between two points of the charts
+    log_interval: int = 1_000  # steps between two log entries
     eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
-    eval_episodes: int = 10  # episodes of an evaluation; 0: no evaluation
-    eval_explores: bool = False  # evaluate with the exploration that training ends with
+    eval_episodes: int = 10  # episodes per evaluation; 0: no evaluation
+    eval_max_steps: int = 30_000  # steps after which an evaluation cuts its episodes off
+    eval_explores: bool = False  # explore in evaluations, as at the end of training
     capture_video: bool = False  # record one more episode at each evaluation
     checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
-    resume: str = ""  # folder of a run to go on with; its flags are the defaults of the others
-    track: bool = False  # log to Weights & Biases, too: WANDB_PROJECT, WANDB_ENTITY say where
+    resume: str = ""  # folder of a run to resume; its flags are the defaults
+    track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
 
 
-Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
+class Log:
+    """What a run logs to TensorBoard, shows and keeps."""
+
+    def __init__(self, folder: Path, flags: dict, saver=None, quiet: bool | None = None):
+        self.folder = folder
+        self.saver = saver  # what checkpoints.py keeps of the run, or None without it
+        self.begin = saver.begin if saver else 0  # the step of the start or the resume
+        self.start_time = time.time()
+        self.scalars: dict = defaultdict(list)  # numbers whose means are logged next
+        self.recent_returns = deque(saver.recent_returns if saver else (), maxlen=100)
+        total = flags["total_timesteps"]
+        self.bar: Any = tqdm(initial=self.begin, total=total, unit=" steps", disable=quiet)
+        self.writer = event_file_writer.EventFileWriter(str(folder), flush_secs=1)  # W&B patches it
+        if saver:
+            saver.write_header(self.writer, flags)
+
+    def add_scalars(self, step: int, scalars: dict, wall_time: float = 0):
+        """Adds a point to each chart, but no NaN, and to no loss if there was no gradient step."""
+        learned = scalars.get("charts/gradient_steps", 1) > 0
+        event = Event(wall_time=wall_time or time.time(), step=step)
+        for tag, x in scalars.items():
+            if not math.isnan(x) and (learned or not tag.startswith("losses/")):
+                event.summary.value.add(tag=tag, simple_value=x)
+        self.writer.add_event(event)  # one event for all charts is fastest
+
+    def add_metrics(self, step: int, metrics: dict):
+        """Logs metrics, the means of `scalars` and the speed, and shows the progress."""
+        self.recent_returns.extend(self.scalars["charts/episodic_return"])
+        means = {tag: np.mean(values) for tag, values in self.scalars.items() if values}
+        self.scalars.clear()
+        speed = (step - self.begin) / (time.time() - self.start_time)
+        self.add_scalars(step, metrics | means | {"charts/SPS": speed})
+        progress = f"return {np.mean(self.recent_returns or np.nan):.2f}"
+        if self.bar.disable and is_due(self.bar.total // 20, self.bar.n, step):
+            print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
+        self.bar.n = step
+        self.bar.set_postfix_str(progress)
+
+    def close(self):
+        """Ends the event file and what the run kept open."""
+        self.writer.close()
+        if self.saver:
+            self.saver.close()
 
 
-class EnvState(NamedTuple):
-    """Where N environments stand between two rollouts."""
-
-    observation: Any  # [N, ...]
-    valid: np.ndarray  # [N] bool, False where the next step only resets
-    unfinished: np.ndarray  # [2, N], returns and lengths so far of the episodes that go on
-
-
-class Log(NamedTuple):
-    """What a run shows and keeps."""
-
-    folder: Path
-    writer: Any  # an event file of TensorBoard
-    bar: Any  # of tqdm
-    begun: int  # the step where training began
-    start_time: float  # and when, in seconds
-    checkpoints: Any  # None if nothing is saved
-    vault: Any  # experience on disk, None without --save-experience
-    scalars: dict[str, list]  # numbers since the last point of the charts, which shows their means
-    recent: deque  # returns of the last 100 episodes
-    signals: Sequence[int]  # that have come to end the run
-
-
-def make_envs(args: Args, run: Run, num_envs: int, videos: str = "") -> VectorEnv:
-    """Environments that are stepped together; `videos` is a folder to record their episodes in."""
-    options: dict = {} if run.vectorization == "auto" else {"vectorization_mode": run.vectorization}
-    if run.vectorization == "async":
-        options["vector_kwargs"] = {"context": "forkserver"}  # a fork of JAX's threads can hang
-    if videos:
-        record = partial(gym.wrappers.RecordVideo, video_folder=videos)
-        options = {"vectorization_mode": "sync", "wrappers": [record], "render_mode": "rgb_array"}
-    try:
-        kwargs = json.loads(run.env_kwargs)
-        envs: Any = gym.make_vec(run.env_id, num_envs, **options, **kwargs)
-        # Few are faster one by one. Gymnasium's vector version of those in JAX loses transitions.
-        one_by_one = num_envs < 4 or hasattr(envs.unwrapped, "func_env")
-        if one_by_one and envs.spec.vector_entry_point and envs.spec.entry_point and not options:
-            with suppress(Exception):  # if there is a single version, and it is the same
-                singles = gym.make_vec(run.env_id, num_envs, "sync", {"copy": False}, **kwargs)
-                are_alike = singles.single_observation_space == envs.single_observation_space
-                (envs if are_alike else singles).close()
-                envs = singles if are_alike else envs
-    except Exception as error:
-        flags = f"--env-id {run.env_id} --env-kwargs '{run.env_kwargs}'"
-        error.add_note(f"in {flags}")
-        theirs = (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError)
-        is_of_kwargs = re.search("unexpected keyword argument|must be a mapping", str(error))
-        if not isinstance(error, theirs) and not is_of_kwargs:
-            raise
-        hint = ""
-        if isinstance(error, gym.error.NamespaceNotFound | gym.error.NameNotFound):
-            hint = " --env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module."
-        raise UsageError(f"{flags}: {error}{hint}") from error
+def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
+    """N environments that are stepped together. Add wrappers of a single one to the list."""
+    wrappers: list = []  # such as gym.wrappers.TimeAwareObservation
+    kwargs = json.loads(run.env_kwargs)
+    if video_folder:
+        kwargs["render_mode"] = "rgb_array"
+        wrappers.append(partial(gym.wrappers.RecordVideo, video_folder=video_folder))
+    mode: Any = run.vectorization if training else "sync"  # processes take seconds to start
+    if run.vectorization == "auto":  # None: the environment's own vector version, or sync
+        mode = "sync" if wrappers else None
+    how = {"context": "forkserver"} if mode == "async" else None  # a fork of JAX can hang
+    make = partial(gym.make_vec, run.env_id, num_envs, wrappers=wrappers, **kwargs)
+    envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
+    # Gymnasium's own vector versions are slow for few environments; those in JAX lose transitions.
+    is_toy = type(envs.unwrapped).__module__.startswith("gymnasium.envs.") and num_envs < 4
+    if mode is None and (is_toy or hasattr(envs.unwrapped, "func_env")):
+        envs = make(vectorization_mode="sync")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"{run.env_id}: its autoreset_mode must be NEXT_STEP")
-    if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        with suppress(NotImplementedError):  # a space that Gymnasium does not know
-            envs = gym.wrappers.vector.FlattenObservation(envs)
-    if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        space = envs.single_observation_space
-        raise UsageError(f"{run.env_id}: observations {space} cannot be flattened to a Box")
-    if args.frame_stack > 1:
+    if args.frame_stack > 1 or not isinstance(envs.single_observation_space, Box):
         import images
 
-        return images.FrameStack(envs, args.frame_stack)
+        envs = images.wrap(envs, args.frame_stack)
     return envs
 
 
-def set_up(args: Args, run: Run) -> tuple[Algorithm, bool]:
-    """The algorithm, and whether its environment is written in JAX and so is compiled with it."""
-    warnings.filterwarnings("ignore", ".*AutoresetMode")  # which `make_envs` looks at
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # `act` takes a third of the time
-    flags = asdict(args) | asdict(run)
-    for name, value in flags.items():
-        may_be_0 = ("seed", "eval_episodes", "checkpoint_interval", "learning_starts")
-        least = 0 if name in may_be_0 else 1
-        if type(value) is int and not least <= value < 2**31:
-            raise UsageError(f"{name} must be from {least} to 2**31 - 1, not {value}")
-    look = run if run.vectorization == "auto" else replace(run, vectorization="sync")
-    with closing(make_envs(args, look, 1)) as envs:
+def make_algorithm(args: Args, run: Run) -> tuple[Algorithm, bool]:
+    """The algorithm, and whether compiled.py trains it: if the environment is written in JAX."""
+    warnings.filterwarnings("ignore", ".*AutoresetMode")  # which `make_envs` checks
+    if Path(__file__).with_name("usage.py").exists():
+        import usage
+
+        usage.check(args, run)
+    with closing(make_envs(args, run, 1)) as envs:
         alg = Algorithm(args, envs.single_observation_space, envs.single_action_space)
-    vector: Any = envs.unwrapped
-    space: Any = vector.single_observation_space
-    is_flattened = not isinstance(space, gym.spaces.Box) or len(space.shape) != 1
-    if is_flattened and alg.example.observation.dtype == np.uint8:
-        import images
-
-        is_flattened = not images.are_images(alg.example.observation[None])
-    if is_flattened:
-        tqdm.write(f"observations {space} are flattened for the network")
-    longest_gap = run.log_interval + alg.steps_per_iteration  # between two points of the charts
-    if flags.get("save_experience"):
-        import vault  # noqa: F401  without it the run should not begin
-
-        if longest_gap > flags["buffer_size"]:
-            raise UsageError(f"buffer_size must be >= {longest_gap} to save each log_interval")
     if run.capture_video:
         import images
 
-        images.draw_frame(run.env_id, json.loads(run.env_kwargs), space)
-    single: Any = vector.envs[0] if isinstance(vector, gym.vector.SyncVectorEnv) else vector
-    is_in_jax = hasattr(single.unwrapped, "func_env") and isinstance(space, gym.spaces.Box)
-    if look is run and is_in_jax and not single.spec.additional_wrappers:
-        return alg, True
-    if run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
-        how = "start a run for each seed instead, see docs/scale.md"
-        raise UsageError(f"num_seeds, num_devices, distributed: {run.env_id} is not in JAX; {how}")
-    return alg, False
+        images.check_video(partial(make_envs, args, run, 1), envs.single_observation_space)
+    env = getattr(envs.unwrapped, "envs", [envs.unwrapped])[0]
+    while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):  # compiled.py needs none
+        env = env.env
+    is_jax_env = hasattr(env, "func_env") and isinstance(env.observation_space, Box)
+    return alg, is_jax_env and run.vectorization == "auto"
 
 
-def environment_seed(run: Run, step: int, evaluation: bool = False) -> int:
-    """A seed for environments that start at `step`; runs, resumes and evaluations share none."""
-    (word,) = np.random.SeedSequence([run.seed, step, evaluation]).generate_state(1)
-    return int(word) // 4  # 30 bits, because some environments take no more than 31
-
-
-def count_episodes(rollout: Step, unfinished: np.ndarray, scalars: dict) -> np.ndarray:
-    """Adds returns and lengths of episodes that end to `scalars`; gives those of others [2, N]."""
-    steps = np.stack([rollout.reward, rollout.valid], dtype=np.float64)  # [2, S, N]
-    sums = unfinished[:, None] + np.cumsum(steps, axis=1)  # as if no episode ended
-    for t, env in np.argwhere(rollout.terminated | rollout.truncated):
-        episode = sums[:, t, env].copy()
-        scalars["charts/episodic_return"].append(episode[0])
-        scalars["charts/episodic_length"].append(episode[1])
-        sums[:, t:, env] -= episode[:, None]
-    return sums[:, -1]
-
-
-def collect_rollout(
-    alg: Algorithm, envs: VectorEnv, params: Any, state: EnvState, noise: Any, log: Log
-) -> tuple[Step, EnvState]:
-    """Steps the environments with noise [S, N, ...]: Steps [S, N, ...], the next EnvState."""
-    observation, valid, _ = state
-    steps_and_envs = noise.shape[:2]
-    rollout = jax.tree.map(lambda x: np.empty(steps_and_envs + x.shape, x.dtype), alg.example)
-    for t in range(len(noise)):
-        action = np.asarray(alg.act(params, observation, noise[t]))
-        rollout.observation[t] = observation  # before the step, which may write over it
+def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: int):
+    """Takes S steps in N environments: Steps [S, N, ...], the next `env_state`, the charts."""
+    observation, valid, unfinished = env_state  # unfinished [2, N]: return and length so far
+    shape = alg.rollout_shape
+    rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example_step)
+    for t in range(shape[0]):
+        rollout.observation[t] = observation
+        action = np.asarray(alg.act(params, rollout.observation[t], key, step + t * shape[1]))
         observation, reward, terminated, truncated, info = envs.step(alg.to_env_action(action))
         rollout.action[t] = action
         rollout.reward[t] = reward
@@ -486,273 +415,147 @@ def collect_rollout(
         rollout.truncated[t] = truncated
         rollout.valid[t] = valid
         valid = ~(rollout.terminated[t] | rollout.truncated[t])
-    rollout.reward[~rollout.valid] = 0  # whatever the environment gives for a reset
-    rollout = rollout._replace(next_observation=observation.copy())
-    unfinished = count_episodes(rollout, state.unfinished, log.scalars)
-    return rollout, EnvState(rollout.next_observation, valid, unfinished)
+    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
+    charts: dict = defaultdict(list)  # numbers whose means are logged
+    sums = np.cumsum([rollout.reward, rollout.valid], axis=1, dtype=float) + unfinished[:, None]
+    for t, env in np.argwhere(rollout.terminated | rollout.truncated):
+        charts["charts/episodic_return"].append(sums[0, t, env])
+        charts["charts/episodic_length"].append(sums[1, t, env])
+        sums[:, t:, env] -= sums[:, t, env, None]  # the next episode begins at 0
+    last = np.array(observation, alg.example_step.observation.dtype)
+    return rollout, (last, valid, sums[:, -1]), charts
 
 
-def greedy_action(alg: Algorithm, params: Any, observation: Any) -> np.ndarray:
-    """The environment's actions [N] for observations [N, ...], without exploration."""
-    no_noise = np.stack([alg.no_noise] * len(observation))
-    return alg.to_env_action(np.asarray(alg.act(params, observation, no_noise)))
-
-
-def evaluate(
-    alg: Any, run: Run, params: Any, episodes: int, videos: str = "", signals: Sequence[int] = ()
-) -> np.ndarray:
-    """Returns [episodes] of the first episode of as many environments; a signal ends them."""
+def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str = "", stop=()):
+    """The returns [episodes] of one episode in each of as many environments."""
     returns = np.zeros(episodes)
     over = np.zeros(episodes, bool)
-    seed = environment_seed(run, 0, evaluation=True)
-    noise: Any = np.stack([alg.no_noise] * episodes)
-    with closing(make_envs(alg.args, run, episodes, videos)) as envs:
-        observation, _ = envs.reset(seed=seed)
-        for t in range(LONGEST_EPISODE):
-            if run.eval_explores:
-                key = jax.random.PRNGKey(seed + t)
-                (noise,) = alg.draw_noise(key, alg.args.total_timesteps, (1, episodes))
-            action = alg.to_env_action(np.asarray(alg.act(params, observation, noise)))
+    dtype = alg.example_step.observation.dtype
+    key = jax.random.fold_in(jax.random.PRNGKey(run.seed), 2**31)  # no training has such a step
+    act_key = key if run.eval_explores else None
+    with closing(make_envs(alg.args, run, episodes, video_folder)) as envs:
+        observation, _ = envs.reset(seed=int(key[0]) // 4)
+        for step in range(alg.args.total_timesteps, alg.args.total_timesteps + run.eval_max_steps):
+            action = alg.act(params, np.asarray(observation, dtype), act_key, step)
+            action = alg.to_env_action(np.asarray(action))
             observation, reward, terminated, truncated, _ = envs.step(action)
             returns += np.where(over, 0, reward)
             over |= terminated | truncated
-            if over.all() or signals:
-                return returns
-    tqdm.write(f"an evaluation cuts off episodes after {LONGEST_EPISODE:,} steps")
+            if over.all() or stop:
+                break
     return returns
 
 
-def load_policy(folder: Path | str) -> Callable[[Any], np.ndarray]:
-    """The best agent of a run: a function of observations [N, ...] to the environment's actions."""
-    import checkpoints
-
-    run, args = checkpoints.read_flags(folder, Run, Args)
-    alg, _ = set_up(args, replace(run, capture_video=False))
-    like = jax.jit(lambda key: alg.acting_params(alg.init(key)))(jax.random.PRNGKey(0))
-    return partial(greedy_action, alg, checkpoints.Checkpoints(folder).best(like))
-
-
-def open_folder(args: Args, run: Run) -> Path:
-    """The folder of the run, which has its flags: a new one under runs/, or that of --resume."""
-    flags = {"run": asdict(run), "args": asdict(args)}
-    if run.resume:
+def start(alg: Algorithm, run: Run, state, stop: list, now: int = 0, quiet: bool | None = None):
+    """Begins a run in a new folder, or resumes one. Returns its State and its Log."""
+    name = f"{run.env_id}__{run.exp_name}__{run.seed}__{now or time.time_ns() // 10**3}"
+    folder = Path(run.resume or "runs/" + re.sub("[/:]", "-", name)).absolute()
+    saver = None
+    if Path(__file__).with_name("checkpoints.py").exists():
         import checkpoints
 
-        folder = checkpoints.reopen_folder(args, run)
+        saver, state = checkpoints.open_run(alg, run, folder, state, stop)
     else:
-        name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**6}"
-        folder = Path("runs", re.sub("[/:]", "-", name)).absolute()
-    if run.track:  # Weights & Biases follows the event files
-        import wandb
-
-        name = folder.name
-        try:
-            wandb.init(id=name, name=name, config=flags, sync_tensorboard=True, resume="allow")
-        except wandb.Error as error:
-            raise UsageError(f"track: {error}") from error
-    if not run.resume:
-        folder.mkdir(parents=True)
-        (folder / "args.json").write_text(json.dumps(flags))
-    seeds = f"{run.num_seeds} agents (steps and speed are of each), " if run.num_seeds > 1 else ""
-    device = jax.devices()[0].device_kind
-    tqdm.write(f"{folder}: {seeds}{args.num_envs} x {run.env_id}, {device}")
-    return folder
+        tqdm.write("nothing is saved, because checkpoints.py is not beside the script")
+    tqdm.write(f"{folder}: {alg.args.num_envs} x {run.env_id}, {jax.devices()[0].device_kind}")
+    return state, Log(folder, vars(run) | vars(alg.args), saver, quiet)
 
 
-def open_writer(folder: Path, flags: dict, begun: int) -> Any:
-    """An event file of TensorBoard, which begins with a table of the flags."""
-    table = "|flag|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in flags.items())
-    start = SessionLog(status=SessionLog.START)  # TensorBoard drops what it has of later steps
-    writer = event_file_writer.EventFileWriter(str(folder), flush_secs=1)  # wandb replaces it
-    event = partial(Event, wall_time=time.time(), step=begun + 1)
-    writer.add_event(event(session_log=start))
-    writer.add_event(event(summary=text_pb("hyperparameters", table)))
-    return writer
-
-
-def open_vault(alg: Any, run: Run, folder: Path, state: Any) -> Any:
-    """The experience on disk with --save-experience, otherwise None."""
-    if not getattr(alg.args, "save_experience", False):
-        return None
-    from vault import Vault
-
-    about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs)}
-    about |= {"seed": run.seed, "script": Path(__file__).stem}
-    vault = Vault(folder / "experience", alg.stored, alg.args.num_envs, about=about)
-    vault.write(state.replay)  # drops what a resumed run had after its checkpoint
-    return vault
-
-
-def write_metrics(writer: Any, step: int, metrics: dict) -> None:
-    """Adds a point to each chart of {tag: number}, but no NaN; all in one event, the fastest."""
-    points = [Summary.Value(tag=k, simple_value=x) for k, x in metrics.items() if not math.isnan(x)]
-    writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
-
-
-def shown(number: Any) -> str:
-    """Four significant digits, or all those of a whole number."""
-    if math.isnan(number):
-        return "none yet"
-    return f"{number:.4g}" if abs(number) < 1000 else f"{number:.0f}"
-
-
-def write_point(log: Log, step: int, metrics: dict) -> None:
-    """Writes metrics and the means of `scalars`; shows how far training is, in a bar or lines."""
-    log.recent.extend(log.scalars["charts/episodic_return"])
-    means = {tag: np.mean(values) for tag, values in log.scalars.items() if values}
-    log.scalars.clear()
-    speed = (step - log.begun) / (time.time() - log.start_time)
-    write_metrics(log.writer, step, metrics | means | {"charts/SPS": speed})
-    text = f"return {shown(np.mean(log.recent or math.nan))}"
-    if log.bar.disable and 20 * step // log.bar.total > 20 * log.bar.n // log.bar.total:
-        print(f"{step:,} steps, {speed:,.0f} a second, {text}", flush=True)
-    log.bar.n = step
-    log.bar.set_postfix_str(text)
+def evaluate_agent(alg: Algorithm, run: Run, params, step: int, log: Log, stop):
+    """Logs the mean return of an evaluation, keeps the best agent, and records a video."""
+    if run.eval_episodes > 0:
+        score = evaluate(alg, run, params, run.eval_episodes, stop=stop).mean()
+        if stop:
+            return  # it was interrupted
+        tqdm.write(f"{step:,} steps: return {score:.2f} in an evaluation")
+        log.add_scalars(step, {"eval/episodic_return": score})
+        if log.saver:
+            log.saver.save_if_best(step, params, score)
+    if run.capture_video:
+        evaluate(alg, run, params, 1, f"{log.folder}/videos/{step}", stop)
 
 
 def is_due(interval: int, step: int, end: int) -> bool:
-    """Whether the steps from `step` to `end` reach a multiple of the interval; 0: never."""
+    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
     return interval > 0 and end // interval > step // interval
 
 
-def check_finite(log: Log, step: int, params: Any) -> None:
-    """Ends training that has diverged, before it is saved over what was good."""
-    if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(params)):
-        text = f"parameters are not finite at step {step:,}"
-        raise FloatingPointError(f"{log.folder}: training has diverged, {text}")
-
-
-def start(alg: Any, run: Run, envs: VectorEnv, key: Array, signals: Sequence[int]) -> tuple:
-    """State, EnvState and Log of a run that begins or goes on."""
-    state = jax.jit(alg.init)(key)
-    folder = open_folder(alg.args, run)
-    begun = 0
-    recent: list = []
-    saved: Any = None
-    if run.checkpoint_interval > 0 or run.resume:
-        import checkpoints
-
-        saved = checkpoints.Checkpoints(folder)
-    if run.resume:
-        state = checkpoints.shapes_of(state)  # so that memory never holds two replays
-        begun, state, recent = saved.newest(state)
-        state = alg.cut_episodes_off(state)
-    vault = open_vault(alg, run, folder, state)
-    writer = open_writer(folder, asdict(run) | asdict(alg.args), begun)
-    bar = tqdm(initial=begun, total=alg.args.total_timesteps, unit=" steps", disable=None)
-    observation, _ = envs.reset(seed=environment_seed(run, begun))
-    valid = np.ones(envs.num_envs, bool)
-    env_state = EnvState(observation, valid, unfinished=np.zeros((2, envs.num_envs)))
-    returns = deque(recent, maxlen=100)
-    scalars: dict = defaultdict(list)
-    log = Log(folder, writer, bar, begun, time.time(), saved, vault, scalars, returns, signals)
-    return state, env_state, log
-
-
-def save(log: Log, step: int, learned: tuple) -> None:
-    """Saves the State, and apart from it what `act` needs, unless nothing of the run is saved."""
-    state, params, _ = learned
-    check_finite(log, step, params)
-    if log.checkpoints is not None:
-        log.checkpoints.save(step, state, params, log.recent)
-        if log.signals:
-            tqdm.write(f"interrupted at step {step:,} and saved: --resume {log.folder} goes on")
-
-
-def evaluate_agent(alg: Algorithm, run: Run, params: Any, step: int, log: Log) -> None:
-    """Logs the mean return in an evaluation, keeps the best agent, and records a video."""
-    if run.eval_episodes > 0:
-        score = evaluate(alg, run, params, run.eval_episodes, signals=log.signals).mean()
-        if log.signals:
-            return tqdm.write(f"the evaluation at step {step:,} was interrupted")
-        tqdm.write(f"{step:,} steps: return {shown(score)} in an evaluation")
-        write_metrics(log.writer, step, {"eval/episodic_return": score})
-        if log.checkpoints is not None:
-            log.checkpoints.save_if_best(step, params, score)
-    if run.capture_video:
-        evaluate(alg, run, params, 1, f"{log.folder}/videos/{step}", log.signals)
-
-
-def train(args: Args, run: Run, signals: Sequence[int] = ()) -> tuple[State, np.ndarray, Path]:
-    """Trains until a signal comes: State, mean returns of the last episodes [num_seeds], folder."""
-    alg, is_functional = set_up(args, run)
-    if is_functional:
+def train(args: Args, run: Run, stop: list | None = None):
+    """Trains to the end, or until `stop` has an item: the State, mean returns, the folder."""
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # `act` takes a third of the time
+    alg, is_jax_env = make_algorithm(args, run)
+    stop = [] if stop is None else stop
+    if is_jax_env or run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
         import compiled
 
-        return compiled.train(alg, run, sys.modules[__name__], signals)
-    init_key, noise_key, learn_key = jax.random.split(jax.random.PRNGKey(run.seed), 3)
-    envs = make_envs(args, run, args.num_envs)
-    state, env_state, log = start(alg, run, envs, init_key, signals)
-    params = jax.tree.map(jnp.copy, alg.acting_params(state))
-    learn = jax.jit(alg.train_step, donate_argnums=0)  # writes over the state, not over `params`
-    with closing(envs), closing(log.writer), ThreadPoolExecutor(max_workers=1) as thread:
-        learning: Any = thread.submit(lambda: (state, params, {}))  # there is no rollout yet
-        end = log.begun
-        for step in range(log.begun, args.total_timesteps, alg.steps_per_iteration):
+        return compiled.train(alg, run, sys.modules[__name__], stop)
+    total = args.total_timesteps
+    init_key, act_key, learn_key = jax.random.split(jax.random.PRNGKey(run.seed), 3)
+    state, log = start(alg, run, jax.jit(alg.init)(init_key), stop)
+    params = jax.tree.map(jnp.copy, alg.policy_params(state))  # not overwritten with the state
+    train_step = jax.jit(alg.train_step, donate_argnums=0)  # the new state overwrites the old one
+    envs = make_envs(args, run, args.num_envs, training=True)
+    observation, _ = envs.reset(seed=int(jax.random.fold_in(init_key, log.begin)[0]) // 4)
+    env_state = (observation, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
+
+    def collect(step: int):
+        try:
+            return collect_rollout(alg, envs, params, env_state, act_key, step)
+        except Exception as error:
+            error.add_note(f"in {run.env_id} at step {step} of {log.folder}")
+            if log.saver and step > log.begin:  # save what was learned from the steps before
+                log.saver.save(step, *learning.result()[:2], log.recent_returns)
+            raise
+
+    with closing(envs), closing(log), ThreadPoolExecutor(1) as learner:
+        if log.begin >= total:  # a complete run is only evaluated
+            evaluate_agent(alg, run, params, log.begin, log, stop)
+        ahead = None  # the next rollout, if it was collected while the agent learned
+        for step in range(log.begin, total, alg.steps_per_iteration):
             end = step + alg.steps_per_iteration
-            noise = np.asarray(alg.draw_noise(noise_key, step, alg.rollout_shape))
-            try:
-                rollout, env_state = collect_rollout(alg, envs, params, env_state, noise, log)
-            except Exception as error:
-                error.add_note(f"in {run.env_id} at step {step} of {log.folder}")
-                save(log, step, learning.result())
-                raise
-            state, params, metrics = learning.result()  # from the rollout before this one
-            # A thread learns while DQN collects the next rollout. PPO waits for what is learned.
-            learning = thread.submit(learn, state, rollout, learn_key, step)
-            if not alg.acts_while_learning:
-                state, params, metrics = learning.result()
-            stops = end >= args.total_timesteps or len(signals) > 0
-            if stops or is_due(run.log_interval, step, end):
-                write_point(log, end, metrics)
-                check_finite(log, end, params)
-                if log.vault is not None:
-                    log.vault.write(learning.result()[0].replay)
-            if stops or is_due(run.checkpoint_interval, step, end):
-                save(log, end, learning.result())
-            if stops:
+            rollout, env_state, charts = ahead or collect(step)
+            learning = learner.submit(train_step, state, rollout, env_state[0], learn_key, step)
+            ahead = collect(end) if alg.collects_while_learning and end < total else None
+            state, params, metrics = learning.result()
+            # Insert your own code here: `state` is complete, and no thread is running.
+            is_last = end >= total or len(stop) > 0
+            for tag, numbers in charts.items():
+                log.scalars[tag] += numbers
+            if is_last or is_due(run.log_interval, step, end):
+                log.add_metrics(end, metrics)
+                if not np.isfinite(optax.global_norm(params)):
+                    raise FloatingPointError(f"{log.folder}: diverged, parameters are not finite")
+                if log.saver:
+                    log.saver.write_experience(state)
+            if log.saver and (is_last or is_due(run.checkpoint_interval, step, end)):
+                log.saver.save(end, state, params, log.recent_returns)
+            if is_last and stop:  # a later signal ends the next iteration, which is saved
                 break
-            if is_due(run.eval_interval, step, end):
-                evaluate_agent(alg, run, learning.result()[1], end, log)
-        state, params, _ = learning.result()
-        if not signals:
-            evaluate_agent(alg, run, params, end, log)
-    return state, np.array([np.mean(log.recent or math.nan)]), log.folder
+            if is_last or is_due(run.eval_interval, step, end):
+                evaluate_agent(alg, run, params, end, log, stop)
+    return state, np.array([np.mean(log.recent_returns or np.nan)]), log.folder
 
 
-def main() -> None:
-    """The command line. Exit code 1: it has diverged; 2: a mistake; 130: Ctrl-C or SIGTERM."""
-    what = __doc__.partition("\n\nIn an iteration")[0]
+def main():
+    """The command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
+    Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
+    what = "\n\n".join(__doc__.split("\n\n")[:2])  # the paper, and two commands
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
-    signals: list[int] = []
+    stop: list[int] = []
     try:
         run, args = parse()
-        if run.distributed:
-            import compiled
+        if Path(__file__).with_name("usage.py").exists():
+            import usage
 
-            compiled.join_processes(run.distributed)
-        if not Path(__file__).with_name("checkpoints.py").exists() and not run.resume:
-            print("nothing is saved, because checkpoints.py is not beside the script")
-            run = replace(run, checkpoint_interval=0)
-        if run.checkpoint_interval > 0 or run.resume:
-            import checkpoints
-
-            if run.resume:  # the flags of that run are the defaults of the others
-                run, args = parse(default=Flags(*checkpoints.read_flags(run.resume, Run, Args)))
-            checkpoints.note_signals(signals, run)  # after JAX, which has handlers of its own
-        _, returns, folder = train(args, run, signals)
-    except (UsageError, gym.error.Error, ImportError, OSError, FloatingPointError) as error:
-        if hasattr(error, "__notes__"):  # it was raised by the environment
+            run, args = usage.prepare(Flags(run, args), parse)
+        _, returns, folder = train(args, run, stop)
+    except (UsageError, ImportError, OSError, FloatingPointError) as error:
+        if hasattr(error, "__notes__"):  # the environment raised it
             raise
-        hint = ""
-        if isinstance(error, ModuleNotFoundError):
-            is_ours = error.name in ("images", "vault", "compiled", "checkpoints")
-            hint = f": copy {error.name}.py along" if is_ours else f": pip install {error.name}"
-        print(f"error: {error}{hint}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
-    seeds = (f"{shown(x)} (seed {run.seed + i})" for i, x in enumerate(returns))
-    print(f"{folder}: mean return of the last episodes", ", ".join(seeds))
-    sys.exit(130 if signals else 0)
+    print(f"{folder}: mean return of the last episodes {np.mean(returns):.2f}")
+    sys.exit(130 if stop else 0)
 
 
 if __name__ == "__main__":

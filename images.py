@@ -1,12 +1,13 @@
-"""What images need: the network of Mnih et al. 2015, stacks of frames, a first look at a video.
+"""What images need: the network of Mnih et al. 2015, stacks of frames, a check of videos.
 
-A script imports this module where observations are images, with --frame-stack, and with
+A script imports this module if observations are images or no Box, with --frame-stack, and with
 --capture-video.
 """
 
 import os
 from collections.abc import Callable
 from contextlib import closing
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import flax.linen as nn
@@ -131,20 +132,34 @@ class FrameStack(gym.vector.VectorWrapper):
         return stack
 
 
-def draw_frame(env_id: str, env_kwargs: dict, observation_space: Any) -> None:
-    """Draws an environment once, so that a run whose video would fail does not begin.
+def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
+    """Flattens observations that are no Box, such as a Dict, and stacks the last frame_stack."""
+    space: Any = envs.single_observation_space
+    if not isinstance(space, gym.spaces.Box):
+        try:
+            envs = gym.wrappers.vector.FlattenObservation(envs)
+        except NotImplementedError as error:  # a space that Gymnasium does not know
+            raise gym.error.Error(f"observations {space} cannot be flattened to a Box") from error
+        if not isinstance(envs.single_observation_space, gym.spaces.Box):
+            raise gym.error.Error(f"observations {space} cannot be flattened to a Box")
+    return FrameStack(envs, frame_stack) if frame_stack > 1 else envs
 
-    Raises gymnasium.error.Error where there is no screen, moviepy or way to draw it, or where the
-    single environment, of which a video is made, observes something else than those in training.
+
+def check_video(make_envs: Callable, observation_space: Any) -> None:
+    """Renders an environment once, so that a run whose video would fail does not begin.
+
+    `make_envs(video_folder)` makes it. Raises gymnasium.error.Error if there is no screen, no
+    moviepy or no way to render it, or if it observes something else than those in training.
     """
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # pygame looks for loudspeakers otherwise
     try:
         import moviepy  # noqa: F401  needed when the video is written
 
-        with closing(gym.make(env_id, render_mode="rgb_array", **env_kwargs)) as env:
-            if env.observation_space != observation_space:
-                raise ValueError(f"it observes {env.observation_space}, not {observation_space}")
-            env.reset()
-            env.render()
+        with TemporaryDirectory() as folder, closing(make_envs(folder)) as envs:
+            if envs.single_observation_space != observation_space:
+                observes = envs.single_observation_space
+                raise ValueError(f"it observes {observes}, not {observation_space}")
+            envs.reset()
+            envs.render()
     except Exception as error:
-        raise gym.error.Error(f"capture_video: cannot draw {env_id}: {error}") from error
+        raise gym.error.Error(f"capture_video: cannot record a video: {error}") from error
