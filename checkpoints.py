@@ -23,7 +23,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from gymnasium.error import Error as UsageError
-from jax.tree_util import keystr, tree_flatten_with_path
 from tqdm import tqdm
 
 import tracking
@@ -36,6 +35,7 @@ class Checkpoints:
     def __init__(self, folder: Path | str, saves: bool = True) -> None:
         self.folder = Path(folder).absolute()
         self.saves = saves
+        self.run: Any = None  # the flags of the run that trains
         # Training overwrites the state that is saved, so saving cannot go on in the background.
         options = ocp.CheckpointManagerOptions(create=saves, enable_async_checkpointing=False)
         latest = replace(options, max_to_keep=2)
@@ -93,6 +93,19 @@ class Checkpoints:
         if self.vault is not None:
             self.vault.write(state.replay)
 
+    def check_rollout(self, rollout: Any, step: int) -> None:
+        """Raises FloatingPointError if the environments returned NaN or infinity."""
+        usage.check_rollout(rollout, self.run, step)
+
+    def on_error(
+        self, error: Exception, envs: Any, step: int, learning: Any, recent_returns: Sequence
+    ) -> None:
+        """Saves what was learned from the steps before the environments raised an error."""
+        usage.explain(error, self.run, self.folder, step, envs)
+        if step > self.begin:
+            state, params, _ = learning.result()
+            self.save(step, state, params, recent_returns)
+
     def restore(self, state: Any) -> Any:
         """The state of the newest checkpoint. `state` has its shapes and devices, and is used up.
 
@@ -111,7 +124,7 @@ class Checkpoints:
             try:
                 restored = self.latest.restore(step, args=items)
             except Exception as error:
-                raise_if_other(folder / "state", shapes, error)
+                usage.raise_if_other(folder / "state", shapes, error)
                 damaged.append(step)
                 continue
             break
@@ -132,7 +145,7 @@ class Checkpoints:
         try:
             return manager.restore(step, args=items)["params"]
         except Exception as error:
-            raise_if_other(manager.directory / str(step) / "params", params, error)
+            usage.raise_if_other(manager.directory / str(step) / "params", params, error)
             raise
 
     def latest_step(self) -> int:
@@ -153,26 +166,6 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def raise_if_other(folder: Any, wanted: Any, error: Exception) -> None:
-    """Raises UsageError if the arrays in `folder` are not `wanted`, and names the first of them."""
-
-    def shapes_by_name(tree: Any) -> dict:
-        leaves, _ = tree_flatten_with_path(tree)
-        return {keystr(path, simple=True, separator="."): tuple(x.shape) for path, x in leaves}
-
-    try:
-        saved = shapes_by_name(ocp.StandardCheckpointer().metadata(folder).item_metadata.tree)
-    except Exception:
-        return  # it cannot be read
-    expected = shapes_by_name(wanted)
-    for name in expected | saved:
-        there = saved.get(name, "missing")
-        here = expected.get(name, "missing")
-        if there != here:
-            text = f"{folder} is of another script or version: {name} is {there} there, {here} here"
-            raise UsageError(text) from error
-
-
 def open_run(alg: Any, run: Any, folder: Path, state: Any, stop: list) -> tuple[Checkpoints, Any]:
     """Makes the folder of a new run, or resumes one. Returns what is kept, and the first State.
 
@@ -188,6 +181,7 @@ def open_run(alg: Any, run: Any, folder: Path, state: Any, stop: list) -> tuple[
         tracking.init_wandb(folder.name, vars(run) | vars(alg.args))
     folder.mkdir(parents=True, exist_ok=True)
     saver = Checkpoints(folder, saves=run.checkpoint_interval > 0)
+    saver.run = run
     if jax.process_index() == 0:
         saver.on_close.append(usage.lock_run(folder))
     if run.resume:
@@ -233,8 +227,12 @@ def load_policy(folder: Path | str, script: Any) -> Callable[[Any], np.ndarray]:
     like = jax.jit(lambda key: alg.policy_params(alg.init(key)))(jax.random.PRNGKey(0))
     params = Checkpoints(folder).best_params(like)
     dtype = alg.example_step.observation.dtype
+    shape = alg.example_step.observation.shape
 
     def policy(observations: Any) -> np.ndarray:
+        if np.shape(observations)[1:] != shape:
+            expected = ", ".join(map(str, shape))
+            raise ValueError(f"observations must be [N, {expected}], not {np.shape(observations)}")
         return alg.to_env_action(np.asarray(alg.act(params, np.asarray(observations, dtype))))
 
     return policy

@@ -515,23 +515,24 @@ def train(args: Args, run: Run, stop: list | None = None):
     envs = make_envs(args, run, args.num_envs, training=True)
     observation, _ = envs.reset(seed=int(jax.random.fold_in(init_key, log.begin)[0]) // 4)
     env_state = (observation, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
+    learning = ahead = None  # the update in the thread, and the rollout collected meanwhile
 
     def collect(step: int):
         try:
             return collect_rollout(alg, envs, params, env_state, act_key, step)
         except Exception as error:
-            error.add_note(f"in {run.env_id} at step {step} of {log.folder}")
-            if log.saver and step > log.begin:  # save what was learned from the steps before
-                log.saver.save(step, *learning.result()[:2], log.recent_returns)
+            if log.saver:
+                log.saver.on_error(error, envs, step, learning, log.recent_returns)
             raise
 
     with closing(envs), closing(log), ThreadPoolExecutor(1) as learner:
         if log.begin >= total:  # a complete run is only evaluated
             evaluate_agent(alg, run, params, log.begin, log, stop)
-        ahead = None  # the next rollout, if it was collected while the agent learned
         for step in range(log.begin, total, alg.steps_per_iteration):
             end = step + alg.steps_per_iteration
             rollout, env_state, charts = ahead or collect(step)
+            if log.saver:
+                log.saver.check_rollout(rollout, step)
             learning = learner.submit(train_step, state, rollout, env_state[0], learn_key, step)
             ahead = collect(end) if alg.collects_while_learning and end < total else None
             state, params, metrics = learning.result()

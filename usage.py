@@ -10,17 +10,28 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 from gymnasium.error import Error as UsageError
+from jax.tree_util import keystr, tree_flatten_with_path
 from tqdm import tqdm
 
-MAY_BE_0 = ("seed", "eval_episodes", "checkpoint_interval", "learning_starts")
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
+MAY_BE_0 = ("seed", "eval_episodes", "checkpoint_interval", "learning_starts")
+NOT_NEGATIVE = (
+    *("learning_rate", "policy_lr", "q_lr", "adam_epsilon", "max_grad_norm", "clip_coef"),
+    *("alpha", "target_kl", "priority_exponent", "priority_epsilon"),
+)
+FRACTIONS = (
+    *("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction"),
+    "importance_exponent",
+)
 STOPPING = b"\nstopping after this iteration; once more ends the run without saving\n"
 
 
@@ -42,22 +53,65 @@ def prepare(flags: Any, parse: Callable) -> Any:
 
 def check(args: Any, run: Any) -> None:
     """Raises UsageError for a flag that cannot be meant."""
-    for name, value in (vars(args) | vars(run)).items():
-        least = 0 if name in MAY_BE_0 else 1
-        if type(value) is int and not least <= value < 2**31:
-            raise UsageError(f"{name} must be from {least} to 2**31 - 1, not {value}")
-        if type(value) is float and not math.isfinite(value):
-            raise UsageError(f"{name} must be a finite number, not {value}")
-    if run.env_kwargs == "{}":
-        return
+    for flags in (args, run):
+        for field in fields(flags):
+            check_flag(field.name, getattr(flags, field.name), field.type)
+    check_env(run)
+
+
+def check_flag(name: str, value: Any, expected: Any) -> None:
+    """Raises UsageError if the value is not of the expected type, or out of range."""
+    is_number = expected is float and type(value) is int
+    if expected in (int, float, bool, str) and type(value) is not expected and not is_number:
+        raise UsageError(f"{name} must be of type {expected.__name__}, not {value!r}")
+    least = 0 if name in MAY_BE_0 else 1
+    if expected is int and not least <= value < 2**31:
+        raise UsageError(f"{name} must be from {least} to 2**31 - 1, not {value}")
+    if type(value) is float and not math.isfinite(value):
+        raise UsageError(f"{name} must be a finite number, not {value}")
+    if name in FRACTIONS and not 0 <= value <= 1:
+        raise UsageError(f"{name} must be from 0 to 1, not {value}")
+    if name in NOT_NEGATIVE and value is not None and value < 0:
+        raise UsageError(f"{name} must be 0 or more, not {value}")
+
+
+def check_env(run: Any) -> None:
+    """Raises UsageError if there is no such environment, or if it does not take the arguments."""
+    what = f"--env-id {run.env_id}"
+    module, _, name = run.env_id.rpartition(":")
+    try:
+        spec = gym.spec(run.env_id)
+    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
+        hint = "--env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module"
+        raise UsageError(f"{what}: {error} {hint}") from error
+    except (ModuleNotFoundError, TypeError) as error:
+        hint = "pip install ale-py" if module == "ale_py" else f"there is no module {module}"
+        raise UsageError(f"{what}: {hint}") from error
+    mode: Any = None if run.vectorization == "auto" else "sync"
+    is_atari = str(spec.entry_point).startswith("ale_py")
+    if is_atari and (mode or not spec.vector_entry_point):
+        game = name.removeprefix("ALE/").partition("-")[0].removesuffix("NoFrameskip")
+        better = f"ale_py:ALE/{game}-v5 with --vectorization auto"
+        tqdm.write(f"{what} has raw frames of 210 x 160 x 3: {better} has DeepMind's preprocessing")
+    if run.env_kwargs != "{}":
+        check_env_kwargs(run, mode, is_atari)
+
+
+def check_env_kwargs(run: Any, mode: Any, is_atari: bool) -> None:
+    """Raises UsageError if the environment does not take the arguments."""
+    what = f"--env-id {run.env_id} --env-kwargs '{run.env_kwargs}'"
     try:
         kwargs = json.loads(run.env_kwargs)
         if not isinstance(kwargs, dict):
             raise ValueError('not a JSON object, such as {"continuous": true}')
-        gym.make_vec(run.env_id, 1, **kwargs).close()
+        gym.make_vec(run.env_id, 1, mode, **kwargs).close()
     except (TypeError, ValueError) as error:
-        what = f"--env-id {run.env_id} --env-kwargs '{run.env_kwargs}'"
         raise UsageError(f"{what}: {error}") from error
+    for key in ("episodic_life", "life_loss_info"):
+        if is_atari and kwargs.get(key):
+            raise UsageError(
+                f"{what}: with {key} charts would count lives, not games: leave it out"
+            )
 
 
 def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None:
@@ -140,3 +194,46 @@ def stop_on_signals(stop: list, run: Any) -> Callable[[], None]:
             signal.signal(number, handler)
 
     return undo
+
+
+def explain(error: Exception, run: Any, folder: Path, step: int, envs: Any) -> None:
+    """Adds to what the environments raised where it happened, and which processes are dead."""
+    error.add_note(f"in {run.env_id} at step {step} of {folder}")
+    processes = getattr(envs.unwrapped, "processes", ())  # of gymnasium.vector.AsyncVectorEnv
+    dead = [process.name for process in processes if not process.is_alive()]
+    if dead:
+        error.add_note(f"killed: {', '.join(dead)}")
+        envs.close(terminate=True)  # or closing would wait for it
+
+
+def check_rollout(rollout: Any, run: Any, step: int) -> None:
+    """Raises ValueError if the environments returned NaN or infinity, and says when."""
+    num_envs = rollout.reward.shape[1]
+    observations = rollout.observation.reshape(*rollout.reward.shape, -1)
+    for name, values in (("reward", rollout.reward[..., None]), ("observation", observations)):
+        finite = np.isfinite(values).all(axis=-1)
+        if not finite.all():
+            t, env = np.argwhere(~finite)[0]
+            where = f"environment {env} at step {step + t * num_envs}"
+            raise FloatingPointError(f"{run.env_id}: the {name} is not finite in {where}")
+
+
+def raise_if_other(folder: Any, wanted: Any, error: Exception) -> None:
+    """Raises UsageError if the arrays in `folder` are not `wanted`, and names the first of them."""
+    import orbax.checkpoint as ocp
+
+    def shapes_by_name(tree: Any) -> dict:
+        leaves, _ = tree_flatten_with_path(tree)
+        return {keystr(path, simple=True, separator="."): tuple(x.shape) for path, x in leaves}
+
+    try:
+        saved = shapes_by_name(ocp.StandardCheckpointer().metadata(folder).item_metadata.tree)
+    except Exception:
+        return  # it cannot be read
+    expected = shapes_by_name(wanted)
+    for name in expected | saved:
+        there = saved.get(name, "missing")
+        here = expected.get(name, "missing")
+        if there != here:
+            text = f"{folder} is of another script or version: {name} is {there} there, {here} here"
+            raise UsageError(text) from error
