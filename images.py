@@ -6,7 +6,7 @@ A script imports this module if observations are images or no Box, with --frame-
 
 import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -136,12 +136,11 @@ def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
     """Flattens observations that are no Box, such as a Dict, and stacks the last frame_stack."""
     space: Any = envs.single_observation_space
     if not isinstance(space, gym.spaces.Box):
-        try:
+        with suppress(NotImplementedError):  # a space that Gymnasium does not know
             envs = gym.wrappers.vector.FlattenObservation(envs)
-        except NotImplementedError as error:  # a space that Gymnasium does not know
-            raise gym.error.Error(f"observations {space} cannot be flattened to a Box") from error
-        if not isinstance(envs.single_observation_space, gym.spaces.Box):
-            raise gym.error.Error(f"observations {space} cannot be flattened to a Box")
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        hint = "a wrapper must choose what the network sees, see docs/environments.md"
+        raise gym.error.Error(f"observations {space} cannot be flattened to a Box: {hint}")
     return FrameStack(envs, frame_stack) if frame_stack > 1 else envs
 
 
@@ -161,5 +160,10 @@ def check_video(make_envs: Callable, observation_space: Any) -> None:
                 raise ValueError(f"it observes {observes}, not {observation_space}")
             envs.reset()
             envs.render()
+    except ModuleNotFoundError as error:
+        raise gym.error.Error(f"capture_video: pip install {error.name}") from error
     except Exception as error:
-        raise gym.error.Error(f"capture_video: cannot record a video: {error}") from error
+        hint = " (MuJoCo without a screen: set MUJOCO_GL=egl or MUJOCO_GL=osmesa)"
+        is_mujoco = "OpenGL" in str(error) or "GLFW" in str(error) or "gladLoadGL" in str(error)
+        text = f"capture_video: cannot record a video: {error}{hint if is_mujoco else ''}"
+        raise gym.error.Error(text) from error

@@ -4,6 +4,7 @@ A copy of a script works without this module, but says less.
 """
 
 import fcntl
+import importlib
 import json
 import math
 import os
@@ -80,13 +81,17 @@ def check_env(run: Any) -> None:
     what = f"--env-id {run.env_id}"
     module, _, name = run.env_id.rpartition(":")
     try:
-        spec = gym.spec(run.env_id)
+        if module:
+            importlib.import_module(module)  # registers its environments
+        spec = gym.spec(name)
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         hint = "--env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module"
         raise UsageError(f"{what}: {error} {hint}") from error
-    except (ModuleNotFoundError, TypeError) as error:
-        hint = "pip install ale-py" if module == "ale_py" else f"there is no module {module}"
-        raise UsageError(f"{what}: {hint}") from error
+    except ModuleNotFoundError as error:
+        hint = ": pip install ale-py" if module == "ale_py" else ""
+        raise UsageError(f"{what}: {error}{hint}") from error
+    except TypeError as error:  # a relative import
+        raise UsageError(f"{what}: {module} is not the name of a module") from error
     mode: Any = None if run.vectorization == "auto" else "sync"
     is_atari = str(spec.entry_point).startswith("ale_py")
     if is_atari and (mode or not spec.vector_entry_point):
