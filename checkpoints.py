@@ -166,13 +166,15 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def open_run(alg: Any, run: Any, folder: Path, state: Any, stop: list) -> tuple[Checkpoints, Any]:
+def open_run(
+    alg: Any, run: Any, folder: Path, init: Callable, stop: list
+) -> tuple[Checkpoints, Any]:
     """Makes the folder of a new run, or resumes one. Returns what is kept, and the first State.
 
     From now on a signal is appended to `stop`.
     """
-    steps = alg.steps_per_iteration
-    usage.check_iteration(steps, alg.args.total_timesteps, run.log_interval)
+    usage.check_iteration(alg.steps_per_iteration, alg.args.total_timesteps, run.log_interval)
+    usage.check_memory(init)
     tracking.check_vault(alg, run)
     before, args_before = run, alg.args
     if run.resume:
@@ -184,6 +186,7 @@ def open_run(alg: Any, run: Any, folder: Path, state: Any, stop: list) -> tuple[
     saver.run = run
     if jax.process_index() == 0:
         saver.on_close.append(usage.lock_run(folder))
+    state = init()
     if run.resume:
         steps = saver.latest_step()
         total = alg.args.total_timesteps

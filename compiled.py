@@ -433,7 +433,7 @@ def start(trainer: Trainer, script: Any, stop: list) -> tuple[RunnerState, list]
         run = replace(run, track=False)
         event_file_writer.EventFileWriter = NoWriter
         quiet = True
-    runner, log = script.start(trainer, run, trainer.init(), stop, now, quiet)
+    runner, log = script.start(trainer, run, trainer.init, stop, now, quiet)
     logs = [log]
     for i in range(1, run.num_seeds):
         folder = log.folder / f"seed_{run.seed + i}"

@@ -446,17 +446,18 @@ def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str 
     return returns
 
 
-def start(alg: Algorithm, run: Run, state, stop: list, now: int = 0, quiet: bool | None = None):
-    """Begins a run in a new folder, or resumes one. Returns its State and its Log."""
+def start(alg: Algorithm, run: Run, init, stop: list, now: int = 0, quiet: bool | None = None):
+    """Begins a run with the State of `init()`, or resumes one. Returns its State and its Log."""
     name = f"{run.env_id}__{run.exp_name}__{run.seed}__{now or time.time_ns() // 10**3}"
     folder = Path(run.resume or "runs/" + re.sub("[/:]", "-", name)).absolute()
     saver = None
     if Path(__file__).with_name("checkpoints.py").exists():
         import checkpoints
 
-        saver, state = checkpoints.open_run(alg, run, folder, state, stop)
+        saver, state = checkpoints.open_run(alg, run, folder, init, stop)
     else:
         tqdm.write("nothing is saved, because checkpoints.py is not beside the script")
+        state = init()
     tqdm.write(f"{folder}: {alg.args.num_envs} x {run.env_id}, {jax.devices()[0].device_kind}")
     return state, Log(folder, vars(run) | vars(alg.args), saver, quiet)
 
@@ -491,7 +492,7 @@ def train(args: Args, run: Run, stop: list | None = None):
         return compiled.train(alg, run, sys.modules[__name__], stop)
     total = args.total_timesteps
     init_key, act_key, learn_key = jax.random.split(jax.random.PRNGKey(run.seed), 3)
-    state, log = start(alg, run, jax.jit(alg.init)(init_key), stop)
+    state, log = start(alg, run, partial(jax.jit(alg.init), init_key), stop)
     params = jax.tree.map(jnp.copy, alg.policy_params(state))  # not overwritten with the state
     train_step = jax.jit(alg.train_step, donate_argnums=0)  # the new state overwrites the old one
     envs = make_envs(args, run, args.num_envs, training=True)

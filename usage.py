@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import jax
 import numpy as np
 from gymnasium.error import Error as UsageError
 from jax.tree_util import keystr, tree_flatten_with_path
@@ -66,8 +67,9 @@ def check_flag(name: str, value: Any, expected: Any) -> None:
     if expected in (int, float, bool, str) and type(value) is not expected and not is_number:
         raise UsageError(f"{name} must be of type {expected.__name__}, not {value!r}")
     least = 0 if name in MAY_BE_0 else 1
-    if expected is int and not least <= value < 2**31:
-        raise UsageError(f"{name} must be from {least} to 2**31 - 1, not {value}")
+    bits = 29 if name == "buffer_size" else 31
+    if expected is int and not least <= value < 2**bits:
+        raise UsageError(f"{name} must be from {least} to 2**{bits} - 1, not {value}")
     if type(value) is float and not math.isfinite(value):
         raise UsageError(f"{name} must be a finite number, not {value}")
     if name in FRACTIONS and not 0 <= value <= 1:
@@ -127,6 +129,16 @@ def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None
         raise UsageError(f"total_timesteps must be {steps} or more: {text}")
     if steps > log_interval:
         tqdm.write(f"each iteration, and so each log entry, has {steps:,} steps, because of {how}")
+
+
+def check_memory(init: Callable) -> None:
+    """Raises UsageError if the first State has more bytes than the memory."""
+    stats = jax.devices()[0].memory_stats() or {}
+    has = stats.get("bytes_limit", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    needs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
+    if needs > has:
+        text = f"replay and networks need {needs / 1e9:.1f} GB, and there are {has / 1e9:.1f} GB"
+        raise UsageError(f"buffer_size: {text}")
 
 
 def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
