@@ -59,30 +59,29 @@ def optimised():
 
 
 @pytest.fixture
-def signals_at(monkeypatch):
-    """Gives, for a step, `signals` of a compiled run that one comes to with the point there."""
+def stop_at(monkeypatch):
+    """Gives, for a step, `stop` of a compiled run to which a signal comes at that step."""
     import compiled
 
-    def signals_at(step):
-        signals = []
-        write_point = compiled.write_point
+    def stop_at(step):
+        stop = []
+        log_entries = compiled.log_entries
 
-        def write_and_signal(*what):
-            if what[3] == step:
-                signals.append(signal.SIGTERM)
-            write_point(*what)
+        def log_and_signal(logs, begin, interval, metrics, seconds):
+            if begin < step <= begin + interval * metrics["norm"].shape[1]:
+                stop.append(signal.SIGTERM)
+            log_entries(logs, begin, interval, metrics, seconds)
 
-        monkeypatch.setattr(compiled, "write_point", write_and_signal)
-        return signals
+        monkeypatch.setattr(compiled, "log_entries", log_and_signal)
+        return stop
 
-    return signals_at
+    return stop_at
 
 
 @pytest.fixture
 def run_main(tmp_path, monkeypatch, capsys):
     """Runs `main` of a script in this process, in a folder of its own: exit code, out, err."""
     monkeypatch.chdir(tmp_path)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(module, *flags):
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])
@@ -91,6 +90,4 @@ def run_main(tmp_path, monkeypatch, capsys):
         out, err = capsys.readouterr()
         return caught.value.code or 0, out, err
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run
