@@ -28,7 +28,6 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from gymnasium.error import Error as UsageError
 from jax import Array
 from jax.experimental import multihost_utils
@@ -334,7 +333,8 @@ class Trainer:
         metrics["charts/episodic_return"] = returns / jnp.maximum(number, 1)
         metrics["charts/episodic_length"] = lengths / jnp.maximum(number, 1)
         metrics["finished"] = runner.finished
-        metrics["norm"] = optax.global_norm(self.alg.policy_params(runner.agent))
+        params = jax.tree.leaves(self.alg.policy_params(runner.agent))
+        metrics["finite"] = jnp.stack([jnp.isfinite(x).all() for x in params]).all()
         return runner, metrics
 
     def run_entries(self, runner: RunnerState, step: Array, num_entries: Array) -> tuple:
@@ -444,7 +444,7 @@ def start(trainer: Trainer, script: Any, stop: list) -> tuple[RunnerState, list]
 
 def log_entries(logs: list, step: int, interval: int, metrics: dict, seconds: float) -> None:
     """Logs the metrics [num_seeds, entries] of a call that began at `step` and took so long."""
-    entries = metrics["norm"].shape[1]
+    entries = metrics["finite"].shape[1]
     for agent, log in enumerate(logs):
         for i in range(entries):
             end = step + (i + 1) * interval
@@ -505,7 +505,7 @@ def train(alg: Any, run: Any, script: Any, stop: Any) -> tuple[Any, np.ndarray, 
             finished.extendleft(metrics["finished"].swapaxes(0, 1))
             log.recent_returns = list(recent_returns(finished, log.recent_returns))
             log_entries(logs, step, trainer.interval, metrics, seconds)
-            if not np.isfinite(metrics["norm"]).all():
+            if not metrics["finite"].all():
                 raise FloatingPointError(f"{log.folder}: diverged, parameters are not finite")
             if log.saver:
                 log.saver.write_experience(runner.agent)

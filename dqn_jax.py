@@ -525,7 +525,7 @@ def train(args: Args, run: Run, stop: list | None = None):
                 log.scalars[tag] += numbers
             if is_last or is_due(run.log_interval, step, end):
                 log.add_metrics(end, metrics)
-                if not np.isfinite(optax.global_norm(params)):
+                if not all(np.isfinite(x).all() for x in jax.tree.leaves(params)):
                     raise FloatingPointError(f"{log.folder}: diverged, parameters are not finite")
                 if log.saver:
                     log.saver.write_experience(state)

@@ -68,7 +68,7 @@ def stop_at(monkeypatch):
         log_entries = compiled.log_entries
 
         def log_and_signal(logs, begin, interval, metrics, seconds):
-            if begin < step <= begin + interval * metrics["norm"].shape[1]:
+            if begin < step <= begin + interval * metrics["finite"].shape[1]:
                 stop.append(signal.SIGTERM)
             log_entries(logs, begin, interval, metrics, seconds)
 
