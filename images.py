@@ -154,7 +154,7 @@ def check_video(make_envs: Callable, observation_space: Any) -> None:
     try:
         import moviepy  # noqa: F401  needed when the video is written
 
-        with TemporaryDirectory() as folder, closing(make_envs(folder)) as envs:
+        with TemporaryDirectory() as folder, closing(make_envs(f"{folder}/video")) as envs:
             if envs.single_observation_space != observation_space:
                 observes = envs.single_observation_space
                 raise ValueError(f"it observes {observes}, not {observation_space}")
