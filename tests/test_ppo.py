@@ -21,8 +21,9 @@ from jax.flatten_util import ravel_pytree
 from optax.tree_utils import tree_get
 
 import buffers
+import checkpoints
 import ppo_jax
-from ppo_jax import PPO, Args, Batch, Moments, Run, Step, UsageError, train
+from ppo_jax import PPO, Args, Batch, Run, RunningMeanStd, Step, UsageError, train
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +110,7 @@ gym.register("BoxProbes-v0", lambda: Probes([BoxProbe(kind) for kind in BOX_KIND
 gym.register("BoxProbe-narrow-v0", BoxProbe, kwargs={"kind": "match", "bound": 0.1})
 gym.register("ManyActions-v0", ManyActions)
 
+LAST = np.random.default_rng(9).normal(size=(4, 3)).astype(np.float32)  # after a rollout
 OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE = gym.spaces.Discrete(2)
 BOX = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -117,7 +119,7 @@ jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_rollout(rng, steps, n, space=DISCRETE, resetting=None):
-    """What `collect_rollout` returns, with observations [3]."""
+    """Steps as `collect_rollout` returns them, with observations [3]."""
     terminated, truncated = rng.random((2, steps, n)) < 0.15
     valid = np.ones((steps, n), bool)
     resetting = rng.random(n) < 0.3 if resetting is None else resetting
@@ -126,20 +128,19 @@ def random_rollout(rng, steps, n, space=DISCRETE, resetting=None):
         terminated[t] &= valid[t]
         truncated[t] &= valid[t]
         resetting = terminated[t] | truncated[t]
-    observation = rng.normal(size=(steps + 1, n, 3)).astype(np.float32)
+    observation = rng.normal(size=(steps, n, 3)).astype(np.float32)
     if space is DISCRETE:
         action = rng.integers(2, size=(steps, n), dtype=np.int32)
     else:
         action = rng.normal(size=(steps, n, 2)).astype(np.float32)
     reward = (rng.normal(size=(steps, n)) * valid).astype(np.float32)
     return Step(
-        observation=observation[:-1],
+        observation=observation,
         action=action,
         reward=reward,
         terminated=terminated,
         truncated=truncated,
         valid=valid,
-        next_observation=observation[-1],
     )
 
 
@@ -203,7 +204,7 @@ def test_masked_mean_and_variance_are_those_of_the_rows_that_numpy_takes(shape):
     mask = rng.random(50) < 0.5
     x[~mask] = np.nan
     np.testing.assert_allclose(ppo_jax.masked_mean(x, mask), x[mask].mean(0), rtol=1e-5)
-    np.testing.assert_allclose(ppo_jax.masked_variance(x, mask), x[mask].var(0), rtol=1e-5)
+    np.testing.assert_allclose(ppo_jax.masked_var(x, mask), x[mask].var(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(50,), (50, 3)])
@@ -211,7 +212,7 @@ def test_masked_mean_and_variance_of_no_row_are_0(shape):
     x = np.full(shape, np.nan, np.float32)
     none = np.zeros(50, bool)
     np.testing.assert_array_equal(ppo_jax.masked_mean(x, none), np.zeros(shape[1:]))
-    np.testing.assert_array_equal(ppo_jax.masked_variance(x, none), np.zeros(shape[1:]))
+    np.testing.assert_array_equal(ppo_jax.masked_var(x, none), np.zeros(shape[1:]))
 
 
 def test_log_probability_and_entropy_of_logits_are_those_of_scipy():
@@ -237,35 +238,37 @@ def test_log_probability_and_entropy_of_gaussians_are_those_of_scipy():
     np.testing.assert_allclose(entropy, normal.entropy().sum(-1), rtol=1e-4)
 
 
-NO_MOMENTS = Moments(jnp.zeros(3), jnp.ones(3), jnp.float32(0))
+NO_ROWS = RunningMeanStd(jnp.zeros(3), jnp.ones(3), jnp.float32(0))
 
 
 def test_moments_are_those_of_all_rows_that_were_taken_in():
     rng = np.random.default_rng(0)
-    moments = NO_MOMENTS
+    moments = NO_ROWS
     seen = np.empty((0, 3))
     for rows in (1, 7, 30, 20):
         x = (rng.normal(size=(30, 3)) * [1, 10, 0.1] + [5, -3, 100]).astype(np.float32)
         mask = rng.permutation(30) < rows
         seen = np.concatenate([seen, x[mask]])
         x[~mask] = np.nan
-        moments = ppo_jax.update_moments(moments, x, mask)
-        assert moments.rows == len(seen)
+        moments = ppo_jax.update_rms(moments, x, mask)
+        assert moments.num_rows == len(seen)
         np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-4)
-        np.testing.assert_allclose(moments.variance, seen.var(0), rtol=1e-3)
+        np.testing.assert_allclose(moments.var, seen.var(0), rtol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [0, 9])
 def test_moments_stay_the_same_without_a_row(rows):
-    moments = NO_MOMENTS
+    moments = NO_ROWS
     if rows > 0:
-        moments = Moments(jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 9.0, 0.5]), jnp.float32(rows))
+        moments = RunningMeanStd(
+            jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 9.0, 0.5]), jnp.float32(rows)
+        )
     x = np.full((30, 3), np.nan, np.float32)
-    assert_equal(ppo_jax.update_moments(moments, x, np.zeros(30, bool)), moments)
+    assert_equal(ppo_jax.update_rms(moments, x, np.zeros(30, bool)), moments)
 
 
 def test_observations_are_normalised_to_deviations_from_the_mean_and_at_most_10():
-    moments = Moments(jnp.array([1.0, -2.0]), jnp.array([4.0, 0.25]), jnp.float32(9))
+    moments = RunningMeanStd(jnp.array([1.0, -2.0]), jnp.array([4.0, 0.25]), jnp.float32(9))
     x = np.array([[3.0, -2.0], [1.0, 0.0], [99.0, -99.0]], np.float32)
     wanted = [[1.0, 0.0], [0.0, 4.0], [10.0, -10.0]]
     np.testing.assert_allclose(ppo_jax.normalize(x, moments), wanted, rtol=1e-6)
@@ -283,75 +286,57 @@ def make_state(alg, output, **params):
     return state._replace(params={"params": zeros["params"] | params})
 
 
-def greedy(alg, params):
-    """The actions for five observations without noise."""
-    return alg.act(params, np.zeros((5, 3), np.float32), np.stack([alg.no_noise] * 5))
+def explore(alg, params, key=0, step=0):
+    """Actions of 20,000 environments that all observe zeros."""
+    observation = np.zeros((20_000, 3), np.float32)
+    actions = alg.act(params, observation, jax.random.PRNGKey(key), step)
+    assert actions.dtype == alg.example_step.action.dtype
+    return np.asarray(actions)
 
 
 def test_discrete_actions_are_drawn_from_the_policy():
     p = np.array([0.1, 0.2, 0.7])
-    alg = PPO(Args(num_envs=200, num_steps=150), OBSERVATIONS, gym.spaces.Discrete(3))
-    params = alg.acting_params(make_state(alg, output=np.log(p)))
-    noise = alg.draw_noise(jax.random.PRNGKey(0), 0, (150, 200))
-    assert noise.shape == (150, 200, 3)
-
-    actions = alg.act(params, np.zeros((30_000, 3), np.float32), noise.reshape(-1, 3))
-
-    assert actions.dtype == alg.example.action.dtype
-    actions = np.asarray(actions).reshape(150, 200)
-    counts = np.bincount(actions.ravel())
-    assert scipy.stats.chisquare(counts, 30_000 * p).pvalue > 1e-3
-    # Each draw is apart from the one before in time, and from that of the next environment.
-    pairs_in_time = actions[::2] * 3 + actions[1::2]
-    pairs_of_environments = actions[:, ::2] * 3 + actions[:, 1::2]
-    for pairs in (pairs_in_time, pairs_of_environments):
-        counts = np.bincount(pairs.ravel())
-        wanted = 15_000 * np.outer(p, p).ravel()
+    alg = PPO(Args(), OBSERVATIONS, gym.spaces.Discrete(3))
+    params = alg.policy_params(make_state(alg, output=np.log(p)))
+    actions = explore(alg, params)
+    assert scipy.stats.chisquare(np.bincount(actions), 20_000 * p).pvalue > 1e-3
+    np.testing.assert_array_equal(explore(alg, params), actions)
+    # Draws are independent of those of the next environment, the next step and another key.
+    for others in (np.roll(actions, 1), explore(alg, params, step=1), explore(alg, params, key=1)):
+        counts = np.bincount(actions * 3 + others)
+        wanted = 20_000 * np.outer(p, p).ravel()
         assert scipy.stats.chisquare(counts, wanted).pvalue > 1e-3
-    np.testing.assert_array_equal(greedy(alg, params), 2)
+    np.testing.assert_array_equal(alg.act(params, np.zeros((5, 3), np.float32)), 2)
 
 
 def test_continuous_actions_are_drawn_from_the_policy():
-    alg = PPO(Args(num_envs=200, num_steps=100), OBSERVATIONS, BOX)
+    alg = PPO(Args(), OBSERVATIONS, BOX)
     log_std = jnp.log(np.array([3.0, 0.5], np.float32))
-    params = alg.acting_params(make_state(alg, output=[1.0, -2.0], log_std=log_std))
-    noise = alg.draw_noise(jax.random.PRNGKey(0), 0, (100, 200))
-    assert noise.shape == (100, 200, 2)
-
-    actions = alg.act(params, np.zeros((20_000, 3), np.float32), noise.reshape(-1, 2))
-
-    assert actions.dtype == alg.example.action.dtype
+    params = alg.policy_params(make_state(alg, output=[1.0, -2.0], log_std=log_std))
+    actions = explore(alg, params)
     first, second = actions.T
     assert scipy.stats.kstest(first, scipy.stats.norm(1.0, 3.0).cdf).pvalue > 1e-3
     assert scipy.stats.kstest(second, scipy.stats.norm(-2.0, 0.5).cdf).pvalue > 1e-3
-    assert abs(np.corrcoef(first, second)[0, 1]) < 0.03  # 4 standard deviations
-    np.testing.assert_array_equal(greedy(alg, params), [[1.0, -2.0]] * 5)
-
-
-def test_each_iteration_has_noise_of_its_own():
-    alg = PPO(Args(num_envs=100, num_steps=100), OBSERVATIONS, BOX)
-    shape = alg.rollout_shape
-    first = alg.draw_noise(jax.random.PRNGKey(0), 0, shape)
-    np.testing.assert_array_equal(alg.draw_noise(jax.random.PRNGKey(0), 0, shape), first)
-    for key, step in ((0, 10_000), (1, 0)):
-        other = alg.draw_noise(jax.random.PRNGKey(key), step, shape)
-        assert abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 0.03
+    for others in (second, explore(alg, params, step=1)[:, 0], explore(alg, params, key=1)[:, 0]):
+        assert abs(np.corrcoef(first, others)[0, 1]) < 0.03  # 4 standard deviations
+    np.testing.assert_array_equal(alg.act(params, np.zeros((5, 3), np.float32)), [[1.0, -2.0]] * 5)
 
 
 def test_act_sees_normalised_observations():
     alg = PPO(Args(), OBSERVATIONS, BOX)
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    moments = Moments(jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 9.0, 16.0]), jnp.float32(10))
-    params = alg.acting_params(state._replace(observations=moments))
+    moments = RunningMeanStd(
+        jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 9.0, 16.0]), jnp.float32(10)
+    )
+    params = alg.policy_params(state._replace(obs_rms=moments))
     normalized = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
     raw = (normalized * [2, 3, 4] + [1, 2, 3]).astype(np.float32)
-    noise = np.stack([alg.no_noise] * 20)
 
     without_moments = (state.params, None)
-    wanted = alg.act(without_moments, normalized, noise)
-    np.testing.assert_allclose(alg.act(params, raw, noise), wanted, rtol=1e-4)
+    wanted = alg.act(without_moments, normalized)
+    np.testing.assert_allclose(alg.act(params, raw), wanted, rtol=1e-4)
     # Normalisation matters for these actions.
-    assert np.abs(wanted - alg.act(without_moments, raw, noise)).max() > 1e-3
+    assert np.abs(wanted - alg.act(without_moments, raw)).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -368,9 +353,9 @@ def test_what_is_normalised(space, dtype, auto):
     def normalised(of_observations, of_rewards):
         args = Args(normalize_observations=of_observations, normalize_rewards=of_rewards)
         state = jax.eval_shape(PPO(args, observations, space).init, jax.random.PRNGKey(0))
-        if state.observations is not None:
-            assert state.observations.mean.shape == (3,)
-        return state.observations is not None, state.returns is not None
+        if state.obs_rms is not None:
+            assert state.obs_rms.mean.shape == (3,)
+        return state.obs_rms is not None, state.return_rms is not None
 
     assert normalised("auto", "auto") == auto
     assert normalised("yes", "yes") == (True, True)
@@ -440,7 +425,7 @@ def test_clipfrac_is_the_share_of_ratios_that_were_clipped():
 def test_advantages_are_normalised_over_valid_rows_and_the_target_of_the_value_is_not():
     _, losses = losses_of_batch(clip_coef=10.0)
     advantage = BATCH.advantage[:4]
-    normalized = (advantage - advantage.mean()) / advantage.std(ddof=1)
+    normalized = (advantage - advantage.mean()) / advantage.std()
     policy_loss = -(RATIO * normalized).mean()
     value_loss = ((1.0 - TARGET) ** 2).mean() / 2
     assert losses["losses/policy_loss"] == pytest.approx(policy_loss, rel=1e-5)
@@ -500,26 +485,34 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
 
         wanted = np.clip(rollout.reward / np.std(seen), -10, 10)
         np.testing.assert_allclose(scaled.reward[mask], wanted[mask], rtol=1e-3)
-        np.testing.assert_allclose(state.discounted, running, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(state.discounted_return, running, rtol=1e-4, atol=1e-6)
         assert np.any(running) or not resetting.all()
-    assert np.count_nonzero(state.discounted) > 1
+    assert np.count_nonzero(state.discounted_return) > 1
 
 
 def test_no_return_goes_on_where_environments_start_anew_and_all_else_is_kept():
     alg = PPO(Args(normalize_rewards="yes"), OBSERVATIONS, DISCRETE)
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    state = state._replace(discounted=jnp.array([0.5, 0.0, -1.0, 2.0]))
-    assert_equal(alg.cut_episodes_off(state), state._replace(discounted=jnp.zeros(4)))
+    state = state._replace(discounted_return=jnp.array([0.5, 0.0, -1.0, 2.0]))
+    assert_equal(alg.on_resume(state), state._replace(discounted_return=jnp.zeros(4)))
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-def test_box_actions_are_clipped_to_the_space(array):
-    box = gym.spaces.Box(np.float32([-1, 0]), np.float32([2, 0.5]))
-    actions = np.array([[-3.0, 0.25], [1.0, 7.0], [2.5, -1.0]], np.float32)
-    clipped = PPO(Args(), OBSERVATIONS, box).to_env_action(array(actions))
-    wanted = np.array([[-1.0, 0.25], [1.0, 0.5], [2.0, 0.0]], np.float32)
-    np.testing.assert_array_equal(clipped, wanted)
-    assert clipped.dtype == np.float32
+@pytest.mark.parametrize(
+    ("low", "high", "actions", "wanted"),
+    [
+        ([300, -1], [500, 1], [[-1, 0.25], [0, -1], [1, 1], [7, -7]], [[300, 0.25], [400, -1]]),
+        ([0, -np.inf], [np.inf, 2], [[-1, 1], [3, 7], [0.5, -9], [0, 2]], [[0, 1], [3, 2]]),
+    ],
+)
+def test_actions_from_minus_1_to_1_cover_a_bounded_box_and_others_are_clipped(
+    low, high, actions, wanted, array
+):
+    wanted = [*wanted, *{300: [[500, 1], [500, -1]], 0: [[0.5, -9], [0, 2]]}[low[0]]]
+    box = gym.spaces.Box(np.float32(low), np.float32(high))
+    got = PPO(Args(), OBSERVATIONS, box).to_env_action(array(np.float32(actions)))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    assert got.dtype == np.float32
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
@@ -528,26 +521,48 @@ def test_discrete_actions_are_counted_from_the_start_of_the_space(array):
     assert alg.to_env_action(array([0, 2])).tolist() == [-1, 1]
 
 
-def test_actions_are_clipped_in_the_environment_and_not_in_the_rollout():
-    """The environment asserts that they are; what is learned from keeps the tails."""
+def test_actions_are_scaled_and_clipped_in_the_environment_and_not_in_the_rollout():
+    """The environment asserts that they are in its Box; what is learned from keeps the tails."""
     args = Args(num_envs=8, num_steps=128)
     run = Run(env_id="BoxProbe-narrow-v0", checkpoint_interval=0)
-    alg, _ = ppo_jax.set_up(args, run)
-    noise = np.asarray(alg.draw_noise(jax.random.PRNGKey(0), 0, alg.rollout_shape))
+    alg, _ = ppo_jax.make_algorithm(args, run)
     envs = ppo_jax.make_envs(args, run, 8)
-    _, env_state, log = ppo_jax.start(alg, run, envs, jax.random.PRNGKey(0), ())
-    params = alg.acting_params(make_state(alg, output=[0.0]))
+    observation, _ = envs.reset(seed=0)
+    env_state = (observation, np.ones(8, bool), np.zeros((2, 8)))
+    params = alg.policy_params(make_state(alg, output=[0.0]))
 
-    rollout, _ = ppo_jax.collect_rollout(alg, envs, params, env_state, noise, log)
+    key = jax.random.PRNGKey(0)
+    rollout, _, _ = ppo_jax.collect_rollout(alg, envs, params, env_state, key, 0)
     envs.close()
-    log.writer.close()
 
-    np.testing.assert_array_equal(rollout.action, noise)
     assert scipy.stats.kstest(rollout.action.ravel(), "norm").pvalue > 1e-3
-    clipped = rollout.action.clip(np.float32(-0.1), np.float32(0.1))
-    distance = (clipped - rollout.observation)[..., 0]
+    in_env = (0.1 * rollout.action).clip(np.float32(-0.1), np.float32(0.1))
+    distance = (in_env - rollout.observation)[..., 0]
     wanted = np.where(rollout.valid, -(distance**2), 0)
     np.testing.assert_allclose(rollout.reward, wanted, rtol=1e-5)
+
+
+class Far(gym.Env):
+    """One step; the best action is 420, of 300 to 500."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+    action_space = gym.spaces.Box(300.0, 500.0, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), -(((action[0] - 420) / 100) ** 2), True, False, {}
+
+
+gym.register("Far-v0", Far)
+
+
+@pytest.mark.slow
+def test_an_action_in_a_box_far_from_0_is_learned():
+    state, answer = learned("Far-v0", 20_480, normalize_rewards="no")
+    output, _ = answer([[0.0]])
+    assert 400 + 100 * output[0, 0] == pytest.approx(420, abs=5)
 
 
 @pytest.mark.parametrize(
@@ -627,8 +642,8 @@ def make_step(space=DISCRETE, optimizer=None, loss=None, **flags):
     params = params + 0.1 * jax.random.normal(jax.random.PRNGKey(2), params.shape)
 
     @jit
-    def step(state, rollout, step=STEP):
-        return alg.train_step(state, rollout, KEY, step)
+    def step(state, rollout, step=STEP, last=LAST):
+        return alg.train_step(state, rollout, last, KEY, step)
 
     return alg, state._replace(params=unravel(params)), step
 
@@ -640,11 +655,13 @@ def make_plain_step(box):
     if not box:
         return make_step(DISCRETE, optax.sgd, **flags, clip_rewards=True)
     alg, state, step = make_step(BOX, optax.sgd, **flags, **NORMALIZED)
-    observations = Moments(jnp.array([0.1, 0.2, -0.3]), jnp.array([0.5, 1, 2]), jnp.float32(30))
+    observations = RunningMeanStd(
+        jnp.array([0.1, 0.2, -0.3]), jnp.array([0.5, 1, 2]), jnp.float32(30)
+    )
     state = state._replace(
-        observations=observations,
-        returns=Moments(jnp.float32(0.2), jnp.float32(3), jnp.float32(30)),
-        discounted=jnp.array([0.5, 0, 0, -1]),
+        obs_rms=observations,
+        return_rms=RunningMeanStd(jnp.float32(0.2), jnp.float32(3), jnp.float32(30)),
+        discounted_return=jnp.array([0.5, 0, 0, -1]),
     )
     return alg, state, step
 
@@ -668,7 +685,7 @@ def plain_loss(params, apply, batch):
     log_prob, entropy = plain_log_prob(output, batch.action)
     ratio = jnp.exp(log_prob - batch.log_prob)
     advantage = batch.advantage - batch.advantage.mean()
-    advantage /= batch.advantage.std(ddof=1) + 1e-8
+    advantage /= batch.advantage.std() + 1e-8
     clipped = jnp.clip(ratio, 0.8, 1.2)
     policy_loss = jnp.maximum(-advantage * ratio, -advantage * clipped).mean()
     target = batch.advantage + batch.value
@@ -716,12 +733,12 @@ def test_train_step_is_what_a_plain_loop_gives(space):
 
     new, acting, metrics = step(state, rollout)
 
-    observations = np.concatenate([rollout.observation, rollout.next_observation[None]])
+    observations = np.concatenate([rollout.observation, LAST[None]])
     if space is DISCRETE:
         rollout = rollout._replace(reward=np.sign(rollout.reward))
     else:
         _, rollout = alg.normalize_rewards(state, rollout)
-        observations = ppo_jax.normalize(observations, state.observations)
+        observations = ppo_jax.normalize(observations, state.obs_rms)
     key = jax.random.fold_in(KEY, STEP)
     minibatches = np.asarray(buffers.shuffled_minibatches(key, 64, 2, 2))
     plain_step = jit(partial(plain_train_step, alg, rollout, observations, minibatches))
@@ -733,7 +750,7 @@ def test_train_step_is_what_a_plain_loop_gives(space):
     np.testing.assert_allclose(metrics["losses/approx_kl"], kl, rtol=1e-3, atol=1e-7)
     explained = metrics["losses/explained_variance"]
     np.testing.assert_allclose(explained, explained_variance, rtol=1e-4)
-    assert_equal(acting, (new.params, new.observations))
+    assert_equal(acting, (new.params, new.obs_rms))
     assert metrics.keys() == LEARNING_TAGS
 
 
@@ -758,13 +775,13 @@ def test_masked_rows_change_nothing(space):
         observation=garbage(rollout.observation, free),
         action=garbage(rollout.action, ~mask) if space is BOX else rollout.action ^ ~mask,
         reward=garbage(rollout.reward, ~mask),
-        next_observation=garbage(rollout.next_observation, last_is_free),
     )
+    last = garbage(LAST, last_is_free)
     expected = step(state, rollout)
-    assert_equal(step(state, other), expected)
+    assert_equal(step(state, other, last=last), expected)
 
     # The mask does something.
-    unmasked, _, _ = step(state, other._replace(valid=np.ones_like(mask)))
+    unmasked, _, _ = step(state, other._replace(valid=np.ones_like(mask)), last=last)
     new, _, _ = expected
     assert not np.array_equal(vector(new.params), vector(unmasked.params))
 
@@ -776,7 +793,7 @@ def test_a_rollout_without_a_step_is_harmless():
     assert not rollout.valid.any()
     new, _, metrics = step(state, rollout)
     assert_equal(new.params, state.params)
-    assert_equal((new.observations, new.returns), (state.observations, state.returns))
+    assert_equal((new.obs_rms, new.return_rms), (state.obs_rms, state.return_rms))
     assert metrics.pop("charts/learning_rate") == np.float32(1e-2)
     assert all(value == 0 for value in metrics.values())
 
@@ -904,10 +921,10 @@ def test_statistics_change_after_the_update_that_they_were_taken_in():
         np.testing.assert_allclose(metrics["log_prob"], log_prob.mean(), rtol=1e-4)
         np.testing.assert_allclose(metrics["seen"], x.mean(0).sum(), rtol=1e-4, atol=1e-5)
         seen = np.concatenate([seen, rollout.observation[mask]])
-        np.testing.assert_allclose(state.observations.mean, seen.mean(0), rtol=1e-4)
-        np.testing.assert_allclose(state.observations.variance, seen.var(0), rtol=1e-4)
-        assert state.observations.rows == len(seen)
-        assert_equal(moments, state.observations)  # with which the next rollout is acted
+        np.testing.assert_allclose(state.obs_rms.mean, seen.mean(0), rtol=1e-4)
+        np.testing.assert_allclose(state.obs_rms.var, seen.var(0), rtol=1e-4)
+        assert state.obs_rms.num_rows == len(seen)
+        assert_equal(moments, state.obs_rms)  # with which the next rollout is acted
 
 
 # ------------------------------------------------------------------------------------- the network
@@ -962,10 +979,10 @@ def learned(env_id, total_timesteps, **flags):
     args = Args(**flags, total_timesteps=total_timesteps)
     run = Run(env_id=env_id, log_interval=total_timesteps, eval_episodes=0, checkpoint_interval=0)
     state, _, _ = train(args, run)
-    alg, _ = ppo_jax.set_up(args, run)
+    alg, _ = ppo_jax.make_algorithm(args, run)
 
     def answer(observations):
-        normalized = ppo_jax.normalize(np.asarray(observations), state.observations)
+        normalized = ppo_jax.normalize(np.asarray(observations), state.obs_rms)
         return jax.tree.map(np.asarray, alg.network.apply(state.params, normalized))
 
     return state, answer
@@ -984,7 +1001,7 @@ def asking(answer, kinds):
 
 def test_discrete_probes_are_learned():
     state, answer = learned("Probes-v0", 20_480)
-    assert state.observations is state.returns is None
+    assert state.obs_rms is state.return_rms is None
     at = asking(answer, DISCRETE_KINDS)
 
     _, value = at("observation", -1, 1)
@@ -1002,14 +1019,14 @@ def test_discrete_probes_are_learned():
 
 def test_continuous_probes_are_learned():
     state, answer = learned("BoxProbes-v0", 20_480, normalize_rewards="no")
-    assert state.observations is not None
+    assert state.obs_rms is not None
     at = asking(answer, BOX_KINDS)
 
     output, value = at("match", -0.5, 0.5)
     mean, log_std = output.T
-    np.testing.assert_allclose(mean, [-0.5, 0.5], atol=0.1)
+    np.testing.assert_allclose(2 * mean, [-0.5, 0.5], atol=0.1)  # the Box is from -2 to 2
     assert (log_std < -0.5).all()  # less and less noise
-    np.testing.assert_allclose(value, -np.exp(2 * log_std), atol=0.1)
+    np.testing.assert_allclose(value, -4 * np.exp(2 * log_std), atol=0.1)
     _, value = at("truncation", 0)
     np.testing.assert_allclose(value, [2], atol=0.05)  # a cut is not an end
     _, value = at("termination", 0, 1)
@@ -1083,7 +1100,7 @@ def test_the_charts_have_all_metrics_at_each_log_interval(pendulum):
 def test_an_iteration_learns_from_each_valid_step_in_each_epoch(pendulum):
     state, _, _ = pendulum
     assert tree_get(state.opt_state, "count") == 3 * 4 * 4  # gradient steps
-    assert state.observations.rows == 1536 - 4  # without those that only reset
+    assert state.obs_rms.num_rows == 1536 - 4  # without those that only reset
 
 
 def test_the_same_seed_makes_the_same_run(pendulum):
@@ -1100,14 +1117,14 @@ def test_a_resumed_run_that_was_complete_has_the_state_and_the_returns_that_were
     )
     assert same_folder == folder
     np.testing.assert_array_equal(same_returns, returns)
-    state = state._replace(discounted=np.zeros(4))  # the environments start anew
+    state = state._replace(discounted_return=np.zeros(4))  # the environments start anew
     assert_equal(jax.device_get(again), jax.device_get(state))
 
 
 def test_a_loaded_policy_gives_actions_without_noise(pendulum):
     state, _, folder = pendulum
     observation = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
-    normalized = ppo_jax.normalize(observation, state.observations)
-    output, _ = ppo_jax.ActorCritic(1, gaussian=True).apply(state.params, normalized)
-    actions = ppo_jax.load_policy(folder)(observation)
-    np.testing.assert_allclose(actions, np.clip(output[:, :1], -2, 2), rtol=1e-5)
+    normalized = ppo_jax.normalize(observation, state.obs_rms)
+    output, _ = ppo_jax.ActorCritic(1, is_gaussian=True).apply(state.params, normalized)
+    actions = checkpoints.load_policy(folder, ppo_jax)(observation)
+    np.testing.assert_allclose(actions, np.clip(2 * output[:, :1], -2, 2), rtol=1e-5)
