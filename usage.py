@@ -89,6 +89,8 @@ def check_env(run: Any) -> None:
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         hint = "--env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module"
         raise UsageError(f"{what}: {error} {hint}") from error
+    except gym.error.Error as error:  # such as no such version
+        raise UsageError(f"{what}: {error}") from error
     except ModuleNotFoundError as error:
         hint = ": pip install ale-py" if module == "ale_py" else ""
         raise UsageError(f"{what}: {error}{hint}") from error

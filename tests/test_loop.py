@@ -1,9 +1,11 @@
 """What is common to all scripts: environments, the collector against environments stepped alone, a
-whole run against a plain loop, log entries, wrappers, and the sketch of the loop.
+whole run against a plain loop, log entries, wrappers, the sketch of the loop, JAX's settings.
 """
 
 import inspect
+import os
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -20,11 +22,12 @@ from conftest import slow
 from events import read_events
 from test_dqn import linear, random_rollout
 
+import checkpoints
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import sac_jax
-from dqn_jax import Args, Run, Step, train
+from dqn_jax import Args, Run, Step, UsageError, train
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +80,55 @@ def test_the_environment_is_the_same_at_any_number_of_them(
             _, rewards, *_ = envs.step(envs.action_space.sample())
             np.testing.assert_array_equal(rewards, [reward] * n)
         envs.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (Run(env_id="CounterSameStep-v0"), "autoreset_mode must be NEXT_STEP"),
+        (Run(env_id="CartPole-v9"), "--env-id CartPole-v9: .* `v1`"),
+        (Run(env_id="no_such_module:X-v0"), "no_such_module"),
+        (Run(env_id="Counter-v0", env_kwargs='{"no": 1}'), "'no'"),
+        (Run(env_id="Counter-v0", env_kwargs='{"no'), "env-kwargs"),
+        (Run(env_id="TakesKwargs-v0", env_kwargs='{"scale": 3}'), "'scale'"),  # the native one
+        (Run(env_id="Pendulum-v1"), "Discrete"),
+        (Run(num_seeds=2), "num_seeds"),
+        (Run(num_devices=2), "num_devices"),
+        (Run(distributed="auto"), "distributed"),
+        (Run(log_interval=-1), "log_interval must be from 1 to .*, not -1"),
+        (Run(log_interval=2**31), "log_interval must be from 1 to 2\\*\\*31 - 1"),
+        (Run(eval_interval=0), "eval_interval"),
+        (Run(eval_episodes=-1), "eval_episodes"),
+        (Run(checkpoint_interval=-1), "checkpoint_interval"),
+        (Run(seed=-1), "seed"),
+        (Args(learning_starts=100), "learning_starts must be from batch_size"),
+        (Args(total_timesteps=10_000), "learning_starts must be .* total_timesteps - 1"),
+        (Args(num_envs=0), "num_envs"),
+        (Args(train_frequency=0), "train_frequency"),
+        (Args(n_step=0), "n_step"),
+        (Args(frame_stack=0), "frame_stack"),
+        (
+            # 97,000 steps an iteration
+            Args(num_envs=97, train_frequency=1_000, total_timesteps=1_500, learning_starts=128),
+            "total_timesteps must be 97000 or more",
+        ),
+    ],
+)
+def test_mistakes_in_flags_are_found_before_training(flags, message, tmp_path):
+    args = flags if isinstance(flags, Args) else Args()
+    run = flags if isinstance(flags, Run) else Run()
+    with pytest.raises(UsageError, match=message):
+        train(args, run)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("log_interval", "is_longer"), [(399, True), (400, False)])
+def test_an_iteration_longer_than_the_log_interval_is_said(log_interval, is_longer, capsys):
+    args = Args(num_envs=4, train_frequency=400, total_timesteps=800, learning_starts=400)
+    _, _, folder = train(args, Run(log_interval=log_interval, eval_episodes=0))
+    assert ("each log entry, has 400 steps" in capsys.readouterr().out) == is_longer
+    scalars, _ = read_events(folder)
+    assert [step for step, _ in scalars["charts/epsilon"]] == [400, 800]
 
 
 # ------------------------------------------------------------------------------------ the collector
@@ -503,26 +555,39 @@ def test_a_wrapped_environment_in_jax_trains_in_the_ordinary_loop(wrapped):
     assert len(used) > 300  # and resets
 
 
+CALLS = {  # how the loop of `train` calls what the sketch names
+    "train_step": "submit(train_step,",
+    "add_metrics": ".add_metrics(",
+    "save": ".save(",
+    "evaluate_agent": "evaluate_agent(",
+}
+
+
 @pytest.mark.parametrize("module", SCRIPTS)
 def test_the_sketch_names_functions_in_the_order_of_train(module):
-    sketch = module.__doc__
-    source = inspect.getsource(module.train)
-    names = re.findall(r"(\w+)\(|# (\w+)$|(add_metrics), (save), (evaluate_agent)", sketch, re.M)
-    names = [name for group in names for name in group if name]
-    algorithm = module.Algorithm
-    found = {name: hasattr(module, name) or hasattr(algorithm, name) for name in names}
-    assert [x for x in names if not found[x] and x not in ("step", "add_metrics", "save")] == []
-    assert {"train", "collect_rollout", "act", "train_step", "evaluate_agent"} <= set(names)
-    in_train = [
-        "train_step, state",
-        "learning.result()",
-        "add_metrics",
-        ".save(",
-        "evaluate_agent(",
-    ]
-    loop = source[source.index("for step in range") :]
-    positions = [loop.index(x) for x in in_train]
-    assert positions == sorted(positions)
+    sketch = module.__doc__[module.__doc__.index("    for each iteration:") :].split("\n\n")[0]
+    calls = re.findall(r"(\w+)\((.*)\)", sketch)
+    (when_due,) = re.findall("when due: (.*)", sketch)
+    names = [name for name, _ in calls] + re.findall(r"# (\w+)$", sketch, re.M)
+    owners = (module, module.Algorithm, module.Log, checkpoints.Checkpoints, gym.vector.VectorEnv)
+    for name in names + when_due.split(", "):
+        assert any(hasattr(owner, name) for owner in owners), name
+    for name, arguments in calls:
+        if hasattr(module.Algorithm, name):
+            signature = inspect.signature(getattr(module.Algorithm, name))
+            assert ["self", *arguments.split(", ")] == list(signature.parameters), name
+
+    collects = "ahead = collect(" if module.Algorithm.collects_while_learning else "or collect("
+    wanted = CALLS | {"collect_rollout": collects}
+    loop = inspect.getsource(module.train).partition("for step in range")[2]
+    in_train = sorted(wanted, key=lambda name: loop.index(wanted[name]))
+    assert [word for word in re.findall(r"\w+", sketch) if word in wanted] == in_train
+    collector = inspect.getsource(module.collect_rollout)
+    assert sketch.index("act(") < sketch.index("envs.step(")
+    assert collector.index("alg.act(") < collector.index("envs.step(")
+
+
+# --------------------------------------------------------------------------------- JAX's settings
 
 
 FAST_FLAGS = {
@@ -531,19 +596,48 @@ FAST_FLAGS = {
     ppo_jax: dict(num_steps=64, num_envs=2),
     sac_jax: dict(learning_starts=256),
 }
+TINY = dict(log_interval=128, eval_episodes=1, eval_max_steps=50)
 
 
-@pytest.mark.parametrize("setting", ["jax_debug_nans", slow("jax_enable_x64")])
-@pytest.mark.parametrize("compiled", [False, slow(True)])
+def assert_learned(folder):
+    scalars, _ = read_events(folder)
+    losses = [values for tag, values in scalars.items() if tag.startswith("losses/")]
+    assert losses
+    assert np.isfinite([value for values in losses for _, value in values]).all()
+
+
+@pytest.mark.parametrize(
+    ("module", "setting"),
+    [
+        slow(dqn_jax, "JAX_DEBUG_NANS"),
+        (per_dqn_jax, "JAX_DEBUG_NANS"),
+        slow(ppo_jax, "JAX_DEBUG_NANS"),
+        slow(sac_jax, "JAX_DEBUG_NANS"),
+        (dqn_jax, "JAX_ENABLE_X64"),
+        slow(per_dqn_jax, "JAX_ENABLE_X64"),
+        slow(ppo_jax, "JAX_ENABLE_X64"),
+        slow(sac_jax, "JAX_ENABLE_X64"),
+    ],
+)
+def test_a_setting_of_jax_ends_no_run(module, setting, tmp_path):
+    flags = TINY | FAST_FLAGS[module] | {"total_timesteps": 384}
+    texts = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    subprocess.run(
+        [sys.executable, module.__file__, *texts], env=os.environ | {setting: "1"}, check=True
+    )
+    (folder,) = tmp_path.glob("runs/*")
+    assert_learned(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_enable_x64"])
 @pytest.mark.parametrize("module", SCRIPTS)
-def test_scripts_run_with_settings_of_jax(module, compiled, setting):
-    env_id = {"CartPole-v1": "phys2d/CartPole-v1", "Pendulum-v1": "phys2d/Pendulum-v0"}
-    run = module.Run(log_interval=128, eval_episodes=1, eval_max_steps=50, checkpoint_interval=0)
-    run = replace(run, env_id=env_id[run.env_id] if compiled else run.env_id)
+def test_a_setting_of_jax_ends_no_compiled_run(module, setting):
+    env_id = "phys2d/Pendulum-v0" if module is sac_jax else "phys2d/CartPole-v1"
+    run = module.Run(env_id=env_id, checkpoint_interval=0, **TINY)
     jax.config.update(setting, True)
     try:
         _, _, folder = module.train(module.Args(total_timesteps=384, **FAST_FLAGS[module]), run)
     finally:
         jax.config.update(setting, False)
-    scalars, _ = read_events(folder)
-    assert [tag for tag in scalars if tag.startswith("losses/")]
+    assert_learned(folder)
