@@ -184,8 +184,6 @@ def open_run(
     folder.mkdir(parents=True, exist_ok=True)
     saver = Checkpoints(folder, saves=run.checkpoint_interval > 0)
     saver.run = run
-    if jax.process_index() == 0:
-        saver.on_close.append(usage.lock_run(folder))
     state = init()
     if run.resume:
         steps = saver.latest_step()
@@ -193,11 +191,12 @@ def open_run(
         if total < min(steps, args_before.total_timesteps):
             raise UsageError(f"resume: {steps} steps were made, more than {total}")
         state = alg.on_resume(saver.restore(state))
-    if jax.process_index() == 0:
-        flags = {"run": vars(before), "args": vars(alg.args)}
-        (folder / "args.json").write_text(json.dumps(flags))
     saver.vault = tracking.open_vault(alg, run, folder)
     saver.write_experience(getattr(state, "agent", state))  # a resumed run drops what came later
+    if jax.process_index() == 0:
+        saver.on_close.append(usage.lock_run(folder))
+        flags = {"run": vars(before), "args": vars(alg.args)}
+        (folder / "args.json").write_text(json.dumps(flags))
     saver.on_close.append(usage.stop_on_signals(stop, run))
     return saver, state
 
