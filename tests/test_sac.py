@@ -309,10 +309,9 @@ def test_actions_are_uniform_until_learning_starts():
     act = jax.vmap(alg.act, in_axes=(None, None, None, 0))
     actions = np.asarray(act(params, observation, jax.random.PRNGKey(0), np.arange(0, 400)))
     assert kstest(actions.ravel(), "uniform", args=(-1, 2)).pvalue > 0.01
-    for axis in (0, 1):
-        assert (
-            abs(np.corrcoef(actions[1:, :, axis].ravel(), actions[:-1, :, 1].ravel())[0, 1]) < 0.1
-        )
+    second = actions[:-1, :, 1].ravel()
+    for axis in (0, 1):  # steps are independent of each other
+        assert abs(np.corrcoef(actions[1:, :, axis].ravel(), second)[0, 1]) < 0.1
 
 
 def test_the_policy_acts_when_learning_has_started():
@@ -323,11 +322,9 @@ def test_the_policy_acts_when_learning_has_started():
     act = jax.vmap(alg.act, in_axes=(None, None, None, 0))
     actions = act(params, observation, jax.random.PRNGKey(0), np.arange(400, 1_400))
     noise = (np.arctanh(np.float64(actions)) - mean) / np.exp(log_std)
-    finite = np.abs(np.asarray(actions)) < 0.999
-    assert finite.mean() > 0.5
-    first = np.asarray(noise)[:, 0, 0][finite[:, 0, 0]]
-    if finite[:, 0, 0].all():
-        assert kstest(first, "norm").pvalue > 0.01
+    near = np.abs(mean) + 3 * np.exp(log_std) < 8  # where float32 tells tanh from 1
+    assert near.any()
+    assert kstest(noise[:, near].ravel(), "norm").pvalue > 0.01
     np.testing.assert_allclose(alg.act(params, observation), np.tanh(mean), rtol=1e-5)
 
 
