@@ -95,8 +95,7 @@ class ActorCritic(nn.Module):
             x = nn.tanh(dense(x, 64, 2**0.5))
             return nn.tanh(dense(x, 64, 2**0.5))
 
-        actor: Any = None
-        critic: Any = None
+        actor = critic = None
         if x.dtype == jnp.uint8 and x.ndim > 2:
             import images
 
@@ -170,8 +169,7 @@ def masked_mean(x, mask):
 
 def masked_var(x, mask):
     """Variance [...] of the same rows."""
-    deviation = x - masked_mean(x, mask)
-    return masked_mean(deviation**2, mask)
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
 
 
 def update_rms(stats: RunningMeanStd, x, mask) -> RunningMeanStd:
@@ -326,8 +324,7 @@ class PPO:
         returns = discounted_sum(rollout.reward, discount, state.discounted_return)
         stats = update_rms(state.return_rms, returns.ravel(), rollout.valid.ravel())
         reward = jnp.clip(rollout.reward / jnp.sqrt(stats.var + 1e-8), -10, 10)
-        discounted_return = not_done[-1] * returns[-1]
-        state = state._replace(return_rms=stats, discounted_return=discounted_return)
+        state = state._replace(return_rms=stats, discounted_return=not_done[-1] * returns[-1])
         return state, rollout._replace(reward=reward)
 
     def loss(self, params, batch: Batch):
@@ -367,14 +364,13 @@ class PPO:
     def optimize(self, state: State, batch: Batch, key, learning_rate) -> tuple[State, dict]:
         """The epochs of gradient steps on minibatches: State, metrics of the last epoch."""
         args = self.args
-        grad_fn = jax.grad(self.loss, has_aux=True)
         optimizer = self.optimizer(learning_rate)
         max_kl = math.inf if args.target_kl is None else args.target_kl
 
         def gradient_step(train_state, indices):
             params, opt_state = train_state
             minibatch = self.shard_batch(jax.tree.map(lambda x: x[indices], batch))
-            gradient, metrics = grad_fn(params, minibatch)
+            gradient, metrics = jax.grad(self.loss, has_aux=True)(params, minibatch)
             updates, opt_state = optimizer.update(gradient, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), metrics
 
