@@ -228,8 +228,13 @@ def count_episodes(runner: RunnerState, rollout: Any) -> RunnerState:
     return runner._replace(unfinished=unfinished, finished=finished)
 
 
-def check_flags(args: Any, run: Any) -> None:
-    """Raises for what only one process, or one agent, can do."""
+def check_flags(args: Any, run: Any, script: Any) -> None:
+    """Raises UsageError for an ordinary environment, and what takes one process or one agent."""
+    _, is_jax_env = script.make_algorithm(args, replace(run, capture_video=False))
+    if not is_jax_env:
+        how = "start a run for each seed instead, see docs/scale.md"
+        flags = "num_seeds, num_devices, distributed"
+        raise UsageError(f"{flags}: {run.env_id} is not written in JAX; {how}")
     if run.capture_video and jax.process_count() > 1:
         raise UsageError("capture_video: resume the run in one process for a video")
     is_alone = run.num_seeds == 1 and jax.process_count() == 1
@@ -246,10 +251,6 @@ class Trainer:
 
     def __init__(self, alg: Any, run: Any) -> None:
         env: Any = gym.make(run.env_id, **json.loads(run.env_kwargs))
-        if not hasattr(env.unwrapped, "func_env"):
-            how = "start a run for each seed instead, see docs/scale.md"
-            flags = "num_seeds, num_devices, distributed"
-            raise UsageError(f"{flags}: {run.env_id} is not written in JAX; {how}")
         self.alg = alg
         self.args = alg.args
         self.steps_per_iteration = alg.steps_per_iteration
@@ -481,7 +482,7 @@ def evaluate_agents(
 
 def train(alg: Any, run: Any, script: Any, stop: Any) -> tuple[Any, np.ndarray, Path]:
     """Same as `train` of the script, for all agents at once: leaves [num_seeds, ...]."""
-    check_flags(alg.args, run)
+    check_flags(alg.args, run, script)
     trainer = Trainer(alg, run)
     runner, logs = start(trainer, script, stop)
     log = logs[0]

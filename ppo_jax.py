@@ -698,7 +698,7 @@ def main():
             run, args = usage.prepare(Flags(run, args), parse)
         _, returns, folder = train(args, run, stop)
     except (UsageError, ImportError, OSError, FloatingPointError) as error:
-        if hasattr(error, "__notes__"):  # the environment raised it
+        if hasattr(error, "from_environment"):
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)

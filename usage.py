@@ -217,6 +217,7 @@ def stop_on_signals(stop: list, run: Any) -> Callable[[], None]:
 
 def explain(error: Exception, run: Any, folder: Path, step: int, envs: Any) -> None:
     """Adds to what the environments raised where it happened, and which processes are dead."""
+    error.from_environment = True  # type: ignore[attr-defined]  # `main` shows its traceback
     error.add_note(f"in {run.env_id} at step {step} of {folder}")
     processes = getattr(envs.unwrapped, "processes", ())  # of gymnasium.vector.AsyncVectorEnv
     dead = [process.name for process in processes if not process.is_alive()]

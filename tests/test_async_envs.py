@@ -68,7 +68,7 @@ def test_sync_steps_single_environments_at_every_number(env_id, shape, num_envs)
 @pytest.mark.parametrize(("vectorization", "expected"), [("auto", True), ("sync", False)])
 def test_sync_steps_an_environment_in_jax_like_any_other(vectorization, expected):
     run = ppo_jax.Run(env_id="phys2d/CartPole-v1", vectorization=vectorization)
-    _, is_functional = ppo_jax.set_up(ppo_jax.Args(), run)
+    _, is_functional = ppo_jax.make_algorithm(ppo_jax.Args(), run)
     assert is_functional is expected
 
 

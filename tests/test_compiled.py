@@ -25,7 +25,7 @@ import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from compiled import FunctionalEnvs, Program, Training
+from compiled import JaxEnvs, Program, Training
 from dqn_jax import DQN, Step
 
 GAMMA = 0.8
@@ -85,12 +85,12 @@ def make_walk(n):
     """DQN for the walk, its environments with a time limit of 6 steps, and params to act with."""
     args = dqn_jax.Args(num_envs=n, train_frequency=1)
     alg = DQN(args, Walk.observation_space, Walk.action_space)
-    params = alg.acting_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
     shapes, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.PRNGKey(0), len(shapes))
     drawn = [jax.random.normal(key, x.shape) for key, x in zip(keys, shapes, strict=True)]
     params = jax.tree.unflatten(structure, drawn)  # answers that differ
-    return alg, FunctionalEnvs(alg, Walk(), 6), params
+    return alg, JaxEnvs(alg, Walk(), 6), params
 
 
 INITIAL = jax.jit(Walk().initial)
@@ -101,7 +101,7 @@ TERMINAL = jax.jit(Walk().terminal)
 
 
 class Loop:
-    """What `FunctionalEnvs` does, for one environment after the other."""
+    """What `JaxEnvs` does, for one environment after the other."""
 
     def __init__(self, alg, key, n):
         self.alg = alg
@@ -165,7 +165,7 @@ def test_collected_is_what_a_plain_loop_collects():
             got = getattr(rollout, name)
             wanted = [[step[name] for step in row] for row in rows]
             np.testing.assert_array_equal(got, np.array(wanted, got.dtype), err_msg=name)
-            assert got.dtype == getattr(alg.example, name).dtype, name
+            assert got.dtype == getattr(alg.example_step, name).dtype, name
         np.testing.assert_array_equal(rollout.next_observation, loop.observation)
         np.testing.assert_array_equal(state.observation, loop.observation)
         np.testing.assert_array_equal(state.valid, loop.valid)
@@ -212,10 +212,10 @@ def test_an_evaluation_without_a_time_limit_ends():
             return jnp.bool_(False)
 
     alg = DQN(dqn_jax.Args(), Endless.observation_space, Endless.action_space)
-    envs = FunctionalEnvs(alg, Endless(), None)
+    envs = JaxEnvs(alg, Endless(), None)
     assert envs.time_limit == np.iinfo(np.int32).max
     assert dqn_jax.LONGEST_EPISODE == 30_000
-    params = alg.acting_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
     returns, over = envs.evaluate(params, 2, jax.random.PRNGKey(0), dqn_jax.LONGEST_EPISODE)
     np.testing.assert_array_equal(returns, [15_000, 15_000])
     assert not over.any()
@@ -225,10 +225,10 @@ def test_environments_draw_afresh():
     """No two episodes, and no two environments, start alike; the last observation is true."""
     run = dqn_jax.Run(env_id="phys2d/CartPole-v1")
     args = dqn_jax.Args(num_envs=4)
-    alg, _ = dqn_jax.set_up(args, run)
+    alg, _ = dqn_jax.make_algorithm(args, run)
     envs = Program(alg, run, dqn_jax).envs
     state = envs.reset(jax.random.PRNGKey(0), 4)
-    params = alg.acting_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
     noise = np.broadcast_to(np.arange(4, dtype=np.int32) % 2, (100, 4))
     after, rollout = envs.collect(state, params, noise, jax.random.PRNGKey(1))
 
@@ -246,20 +246,20 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily():
     """The wrappers of a registration are kept."""
     args = ppo_jax.Args(num_steps=4)
     run = ppo_jax.Run(env_id="ChainWrapped-v0")
-    alg, is_functional = ppo_jax.set_up(args, run)
+    alg, is_functional = ppo_jax.make_algorithm(args, run)
     assert not is_functional
-    assert alg.example.observation.shape == (6,)
+    assert alg.example_step.observation.shape == (6,)
     for more in ("num_seeds", "num_devices"):
         with pytest.raises(ppo_jax.UsageError, match="ChainWrapped-v0 is not in JAX; "):
-            ppo_jax.set_up(args, replace(run, **{more: 2}))
+            ppo_jax.make_algorithm(args, replace(run, **{more: 2}))
 
 
 @pytest.mark.slow
 def test_an_end_that_is_a_number_is_an_end():
     run = dqn_jax.Run(env_id="ChainOfNumbers-v0")
-    alg, _ = dqn_jax.set_up(dqn_jax.Args(num_envs=2), run)
+    alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(num_envs=2), run)
     envs = Program(alg, run, dqn_jax).envs
-    params = alg.acting_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
     to_the_right = np.ones((8, 2), np.int32)
     state = envs.reset(jax.random.PRNGKey(1), 2)
     _, rollout = envs.collect(state, params, to_the_right, jax.random.PRNGKey(2))
@@ -282,14 +282,14 @@ def test_what_is_not_compiled_loses_no_step_where_another_environment_resets():
 
 def test_a_wrapper_that_the_environment_is_made_with_is_kept():
     run = dqn_jax.Run(env_id="ChainTenfold-v0")
-    _, is_functional = dqn_jax.set_up(dqn_jax.Args(), run)
+    _, is_functional = dqn_jax.make_algorithm(dqn_jax.Args(), run)
     assert not is_functional
 
 
 @pytest.mark.parametrize(("vectorization", "expected"), [("auto", True), ("sync", False)])
 def test_a_vectorization_that_is_asked_for_steps_ordinarily(vectorization, expected):
     run = dqn_jax.Run(env_id="Chain-v0", vectorization=vectorization)
-    _, is_functional = dqn_jax.set_up(dqn_jax.Args(), run)
+    _, is_functional = dqn_jax.make_algorithm(dqn_jax.Args(), run)
     assert is_functional is expected
 
 
@@ -569,7 +569,7 @@ def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module,
     if module is not ppo_jax:
         flags = flags | {"buffer_size": 100_000}
     args, run = short_training(module, flags, num_devices=2)
-    alg, _ = module.set_up(args, run)
+    alg, _ = module.make_algorithm(args, run)
     program = Program(alg, run, module)
     training = program.start()
     iterations = -(-run.log_interval // alg.steps_per_iteration)
@@ -579,7 +579,7 @@ def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module,
 
     assert {"all-gather", "all-reduce"} <= operations
     batch = args.batch_size * 2 if module is not ppo_jax else args.num_envs * args.num_steps
-    numbers = math.prod(alg.example.observation.shape)
+    numbers = math.prod(alg.example_step.observation.shape)
     weights = 84 * 120 if module is not ppo_jax else 64 * 64
     assert 0 < largest <= max(batch * numbers, weights)
 

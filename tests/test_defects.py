@@ -81,13 +81,13 @@ def test_functional_environments_of_whole_numbers(name, env_id):
     module, flags = SCRIPTS[name]
     args = module.Args(**flags | dict(num_envs=4))
     run = module.Run(env_id=env_id, log_interval=64, eval_episodes=2)
-    alg, is_functional = module.set_up(args, run)
+    alg, is_functional = module.make_algorithm(args, run)
     assert is_functional
     state, returns, folder = module.train(args, run)
     assert np.isfinite(returns).all()
     assert np.isfinite(read_events(folder)[0]["eval/episodic_return"][-1][1])
-    assert alg.example.observation.dtype == np.float32
-    envs = compiled.Program(alg, run, module).start().envs
+    assert alg.example_step.observation.dtype == np.float32
+    envs = compiled.Trainer(alg, run).start().envs
     assert envs.observation.dtype == jnp.float32
     if module is not ppo_jax:
         assert state.replay.storage.observation.dtype == jnp.float32
@@ -207,8 +207,8 @@ def test_a_compiled_evaluation_starts_where_no_training_does():
     starts = []
     for seed in (1, 2, 1_000_001):
         run = dqn_jax.Run(env_id="phys2d/CartPole-v1", seed=seed, eval_episodes=4)
-        alg, _ = dqn_jax.set_up(dqn_jax.Args(num_envs=4), run)
-        program = compiled.Program(alg, run, dqn_jax)
+        alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(num_envs=4), run)
+        program = compiled.Trainer(alg, run)
         in_training = np.asarray(program.start().envs.observation[0])
         starts += [*in_training, *first_evaluated(program)]
     assert len(np.unique(np.stack(starts), axis=0)) == 24
@@ -404,9 +404,9 @@ def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_mai
     assert code == 1
 
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "40"]
-    run, args = checkpoints.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    alg, _ = dqn_jax.set_up(args, run)
-    training = compiled.Program(alg, run, dqn_jax).start()
+    run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    alg, _ = dqn_jax.make_algorithm(args, run)
+    training = compiled.Trainer(alg, run).start()
     step, training, _ = checkpoints.Checkpoints(folder).newest(training)
     assert step == 40
     for leaf in jax.tree.leaves(training.agent.params):
@@ -459,7 +459,7 @@ def test_a_resumed_run_keeps_its_priorities():
     args = per_dqn_jax.Args(**SMALL_DQN)
     run = per_dqn_jax.Run(**COUNTER)
     before, _, folder = per_dqn_jax.train(args, run)
-    alg, _ = per_dqn_jax.set_up(args, run)
+    alg, _ = per_dqn_jax.make_algorithm(args, run)
     like = jax.jit(alg.init)(jax.random.PRNGKey(0))
     _, restored, _ = checkpoints.Checkpoints(folder).newest(like)
     after = alg.cut_episodes_off(restored)
@@ -482,8 +482,8 @@ def test_an_argument_that_the_vector_version_does_not_take_is_a_mistake(run_main
 def test_the_time_limit_of_the_flags_holds_in_functional_environments():
     for env_kwargs, limit in (("{}", 9), ('{"max_episode_steps": 5}', 5)):
         run = dqn_jax.Run(env_id="Chain-v0", env_kwargs=env_kwargs)
-        alg, _ = dqn_jax.set_up(dqn_jax.Args(), run)
-        assert compiled.Program(alg, run, dqn_jax).envs.time_limit == limit
+        alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(), run)
+        assert compiled.Trainer(alg, run).envs.time_limit == limit
 
 
 # --- evaluation
@@ -516,13 +516,13 @@ def test_episodes_that_never_end_are_cut_off_alike_and_that_is_said(env_id, monk
     """After as many steps in ordinary and in compiled environments."""
     monkeypatch.setattr(dqn_jax, "LONGEST_EPISODE", 300)
     run = dqn_jax.Run(env_id=env_id, eval_episodes=2)
-    alg, is_functional = dqn_jax.set_up(dqn_jax.Args(), run)
+    alg, is_functional = dqn_jax.make_algorithm(dqn_jax.Args(), run)
     if is_functional:
-        program = compiled.Program(alg, run, dqn_jax)
-        returns = program.evaluate(alg.acting_params(program.start().agent))
+        program = compiled.Trainer(alg, run)
+        returns = program.evaluate(alg.policy_params(program.start().agent))
         np.testing.assert_array_equal(returns, [150])  # the mean of an agent
     else:
-        params = alg.acting_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+        params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
         returns = dqn_jax.evaluate(alg, run, params, episodes=2)
         np.testing.assert_array_equal(returns, [150, 150])
     assert is_functional == (env_id == "Endless-v0")

@@ -63,22 +63,22 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def acting_params(alg, layer, output):
+def policy_params(alg, layer, output):
     """Those of an agent with this output of its last layer, whatever it observes."""
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))
     params = jax.tree.map(np.array, state.params)
     params["params"][layer]["kernel"][:] = 0
     params["params"][layer]["bias"][:] = output
-    return alg.acting_params(state._replace(params=params))
+    return alg.policy_params(state._replace(params=params))
 
 
 def count_actions(module, args, layer, output, **flags):
     """How often each action was taken in 20 episodes [20, 3], from their returns."""
     run = module.Run(eval_episodes=20, **flags)
-    alg, is_functional = module.set_up(args, run)
-    params = acting_params(alg, layer, output)
+    alg, is_functional = module.make_algorithm(args, run)
+    params = policy_params(alg, layer, output)
     if is_functional:
-        program = compiled.Program(alg, run, module)
+        program = compiled.Trainer(alg, run)
         returns, over = jax.jit(program.evaluate_one)(params)
         assert np.all(over)
     else:
@@ -139,26 +139,23 @@ def test_an_evaluation_of_training_explores_if_asked_to():
     assert score not in (STEPS, STEPS * 1000.0, 0.0)
 
 
-def test_a_signal_in_an_evaluation_ends_the_run_with_the_iteration_after_it(monkeypatch, capsys):
-    """The evaluation at step 50 would take 200 steps."""
-    signals = []
+def test_a_signal_in_an_evaluation_ends_the_run_with_the_iteration_after_it(monkeypatch):
+    """The evaluation at step 50, after 60 steps, would take 200. One more rollout is collected."""
+    stop = []
     made = []
     step = Counting.step
 
     def signal_in_the_evaluation(self, action):
         made.append(action)
-        if len(made) == 57:
-            signals.append(signal.SIGINT)
+        if len(made) == 67:
+            stop.append(signal.SIGINT)
         return step(self, action)
 
     monkeypatch.setattr(Counting, "step", signal_in_the_evaluation)
     args = dqn_jax.Args(total_timesteps=100, learning_starts=19, batch_size=1, buffer_size=100)
     run = dqn_jax.Run(env_id="Counting-v0", eval_interval=50, eval_episodes=1)
-    _, _, folder = dqn_jax.train(args, run, signals)
-    assert len(made) == 67
-    out = capsys.readouterr().out
-    assert "the evaluation at step 50 was interrupted\n" in out
-    assert f"interrupted at step 60 and saved: --resume {folder} goes on\n" in out
+    _, _, folder = dqn_jax.train(args, run, stop)
+    assert len(made) == 77
     assert "eval/episodic_return" not in read_events(folder)[0]
     assert not list((folder / "best").iterdir())
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["60"]
@@ -166,7 +163,14 @@ def test_a_signal_in_an_evaluation_ends_the_run_with_the_iteration_after_it(monk
 
 def test_a_signal_ends_the_first_episodes_after_the_step_that_is_made():
     run = dqn_jax.Run(env_id="Counting-v0")
-    alg, _ = dqn_jax.set_up(dqn_jax.Args(), run)
-    params = acting_params(alg, DQN_HEAD, [0, 1, 0])
-    returns = dqn_jax.evaluate(alg, run, params, 3, signals=[signal.SIGTERM])
+    alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(), run)
+    params = policy_params(alg, DQN_HEAD, [0, 1, 0])
+    returns = dqn_jax.evaluate(alg, run, params, 3, stop=[signal.SIGTERM])
     np.testing.assert_array_equal(returns, [1, 1, 1])  # after one step
+
+
+def test_an_evaluation_cuts_its_episodes_off():
+    run = dqn_jax.Run(env_id="Counting-v0", eval_max_steps=50)
+    alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(), run)
+    params = policy_params(alg, DQN_HEAD, [0, 1, 0])
+    np.testing.assert_array_equal(dqn_jax.evaluate(alg, run, params, 3), [50, 50, 50])

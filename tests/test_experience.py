@@ -65,7 +65,7 @@ def test_all_steps_are_kept_beyond_the_ring(module):
 def test_the_vault_says_what_its_experience_is_of(module):
     args = module.Args(**FLAGS)
     run = module.Run(env_kwargs='{"sutton_barto_reward": true}', seed=3)
-    alg, _ = module.set_up(args, run)
+    alg, _ = module.make_algorithm(args, run)
     with closing(module.make_envs(args, run, 2)) as envs:
         _, _, log = module.start(alg, run, envs, jax.random.PRNGKey(0), ())
     log.writer.close()

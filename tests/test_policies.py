@@ -9,6 +9,7 @@ from pathlib import Path
 import environments  # noqa: F401  registers the environments
 import gymnasium as gym
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
@@ -38,7 +39,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
 
 def agents_of(run):
     """DQN, and parameters to act with that always choose action 0, 1 or 2."""
-    alg, _ = dqn_jax.set_up(dqn_jax.Args(**SMALL_DQN), run)
+    alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(**SMALL_DQN), run)
     params = jax.jit(alg.init)(jax.random.PRNGKey(0)).params
     always = []
     for action in range(3):
@@ -59,7 +60,7 @@ def folder_of(run):
 
 def action_of(folder):
     """The only action that the loaded agent takes, whatever it observes."""
-    actions = dqn_jax.load_policy(folder)(OBSERVATIONS)
+    actions = checkpoints.load_policy(folder, dqn_jax)(OBSERVATIONS)
     assert actions.shape == (7,)
     (action,) = set(actions.tolist())
     return action
@@ -68,6 +69,11 @@ def action_of(folder):
 def steps_of_best(folder):
     """Names of what is saved as the best agent: the step that it was saved at."""
     return [path.name for path in (folder / "best").iterdir()]
+
+
+def greedy(alg, params, observations):
+    """The environment's actions without exploration."""
+    return alg.to_env_action(np.asarray(alg.act(params, observations)))
 
 
 def wide_observations(*shape):
@@ -85,9 +91,8 @@ def wide_observations(*shape):
         ([1.0, 3.0, 2.0], 1),
         ([1.0, 2.0, 3.0], 2),
         ([-3.0, -1.0, -2.0], 1),
-        ([1.0, 2.0, 2.0], 2),  # of equal ones the newest
-        ([2.0, 1.0, 2.0], 2),
-        ([0.0, 0.0, -1.0], 1),
+        ([1.0, 2.0, 2.0], 1),  # of equal ones the first
+        ([0.0, 0.0, -1.0], 0),
         ([1.0, np.nan, 0.0], 0),
         ([np.nan, 1.0, np.nan], 1),
         ([1.0, np.inf, 0.0], 0),  # rewards that are no numbers are no reason to keep an agent
@@ -102,7 +107,7 @@ def test_the_agent_of_the_highest_score_is_kept(scores, best):
     steps = (100, 200, 300)
     for step, agent, score in zip(steps, always, scores, strict=True):
         saved.save_if_best(step, agent, score)
-        assert len(saved.best_one.all_steps()) <= 1
+        assert len(saved.best.all_steps()) <= 1
     assert action_of(folder) == best
 
 
@@ -126,7 +131,7 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
     scores = iter([1.0, 4.0, 2.0, 3.0])
     agents = []
 
-    def evaluate(alg, run, params, episodes, signals):
+    def evaluate(alg, run, params, episodes, stop):
         agents.append(jax.tree.map(np.array, params))
         return np.full(episodes, next(scores))
 
@@ -134,11 +139,11 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
     _, _, folder = dqn_jax.train(args, run)
 
     assert steps_of_best(folder) == ["120"]
-    alg, _ = dqn_jax.set_up(args, run)
+    alg, _ = dqn_jax.make_algorithm(args, run)
     observations = wide_observations(1000, 3)
-    wanted = [dqn_jax.greedy_action(alg, params, observations) for params in agents]
+    wanted = [greedy(alg, params, observations) for params in agents]
     assert len(wanted) == 4
-    loaded = dqn_jax.load_policy(folder)(observations)
+    loaded = checkpoints.load_policy(folder, dqn_jax)(observations)
     np.testing.assert_array_equal(loaded, wanted[1])
     assert (loaded != wanted[3]).any()
 
@@ -147,24 +152,24 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
 def test_without_an_evaluation_that_is_a_number_it_is_the_agent_saved_last(
     eval_episodes, monkeypatch
 ):
-    monkeypatch.setattr(dqn_jax, "evaluate", lambda *_, signals: np.array([np.nan]))
+    monkeypatch.setattr(dqn_jax, "evaluate", lambda *_, stop: np.array([np.nan]))
     args = dqn_jax.Args(**SMALL_DQN | dict(learning_rate=0.1))
     run = dqn_jax.Run(**COUNTER, checkpoint_interval=100, eval_episodes=eval_episodes)
     state, _, folder = dqn_jax.train(args, run)
-    alg, _ = dqn_jax.set_up(args, run)
+    alg, _ = dqn_jax.make_algorithm(args, run)
     observations = wide_observations(1000, 3)
 
-    loaded = dqn_jax.load_policy(folder)(observations)
-    wanted = dqn_jax.greedy_action(alg, state.params, observations)
+    loaded = checkpoints.load_policy(folder, dqn_jax)(observations)
+    wanted = greedy(alg, state.params, observations)
     np.testing.assert_array_equal(loaded, wanted)
 
     # Without the checkpoint of the end it is that of step 100.
     shutil.rmtree(folder / "checkpoints" / "200")
-    like = jax.tree.map(np.zeros_like, state)
-    step, earlier, _ = checkpoints.Checkpoints(folder).newest(like)
-    assert step == 100
-    loaded = dqn_jax.load_policy(folder)(observations)
-    wanted = dqn_jax.greedy_action(alg, earlier.params, observations)
+    saver = checkpoints.Checkpoints(folder)
+    earlier = saver.restore(jax.tree.map(jnp.zeros_like, state))
+    assert saver.begin == 100
+    loaded = checkpoints.load_policy(folder, dqn_jax)(observations)
+    wanted = greedy(alg, earlier.params, observations)
     np.testing.assert_array_equal(loaded, wanted)
 
 
@@ -176,11 +181,11 @@ def test_the_replay_is_not_read(name, eval_episodes):
     args = module.Args(**flags)
     run = module.Run(**COUNTER, eval_episodes=eval_episodes)
     state, _, folder = module.train(args, run)
-    alg, _ = module.set_up(args, run)
+    alg, _ = module.make_algorithm(args, run)
     (checkpoint,) = (folder / "checkpoints").iterdir()
     shutil.rmtree(checkpoint / "state")
-    wanted = module.greedy_action(alg, alg.acting_params(state), OBSERVATIONS)
-    np.testing.assert_array_equal(module.load_policy(folder)(OBSERVATIONS), wanted)
+    wanted = greedy(alg, alg.policy_params(state), OBSERVATIONS)
+    np.testing.assert_array_equal(checkpoints.load_policy(folder, module)(OBSERVATIONS), wanted)
 
 
 # --- kinds of agents
@@ -193,19 +198,19 @@ def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     module, flags = SCRIPTS[name]
     scores = np.zeros(3)
     scores[best] = 1.0
-    monkeypatch.setattr(compiled.Program, "evaluate", lambda program, params: scores)
+    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda trainer, params: scores)
     args = module.Args(**flags | dict(num_envs=4))
     run = module.Run(**CHAIN, num_seeds=3)
     states, _, folder = module.train(args, run)
 
-    alg, _ = module.set_up(args, run)
-    params = alg.acting_params(states)
+    alg, _ = module.make_algorithm(args, run)
+    params = alg.policy_params(states)
     observations = np.random.default_rng(0).normal(size=(1000, 5)).astype(np.float32)
     wanted = []
     for seed in range(3):
         agent = jax.tree.map(lambda x, seed=seed: x[seed], params)
-        wanted.append(module.greedy_action(alg, agent, observations))
-    loaded = module.load_policy(folder)(observations)
+        wanted.append(greedy(alg, agent, observations))
+    loaded = checkpoints.load_policy(folder, module)(observations)
     np.testing.assert_array_equal(loaded, wanted[best])
     assert (loaded != wanted[1]).any()
 
@@ -215,11 +220,11 @@ def test_of_many_seeds_without_an_evaluation_it_is_the_first_one():
     run = ppo_jax.Run(**CHAIN | dict(eval_episodes=0), num_seeds=3)
     states, _, folder = ppo_jax.train(args, run)
 
-    alg, _ = ppo_jax.set_up(args, run)
-    first_agent = jax.tree.map(lambda x: x[0], alg.acting_params(states))
+    alg, _ = ppo_jax.make_algorithm(args, run)
+    first_agent = jax.tree.map(lambda x: x[0], alg.policy_params(states))
     observations = np.random.default_rng(0).normal(size=(1000, 5)).astype(np.float32)
-    loaded = ppo_jax.load_policy(folder)(observations)
-    wanted = ppo_jax.greedy_action(alg, first_agent, observations)
+    loaded = checkpoints.load_policy(folder, ppo_jax)(observations)
+    wanted = greedy(alg, first_agent, observations)
     np.testing.assert_array_equal(loaded, wanted)
 
 
@@ -227,18 +232,18 @@ def test_an_agent_of_stacks_takes_stacks():
     args = dqn_jax.Args(**SMALL_DQN | dict(frame_stack=4, learning_rate=0.1))
     run = dqn_jax.Run(**COUNTER, eval_episodes=1)
     state, _, folder = dqn_jax.train(args, run)
-    alg, _ = dqn_jax.set_up(args, run)
+    alg, _ = dqn_jax.make_algorithm(args, run)
     stacks = wide_observations(500, 4, 3)
 
-    actions = dqn_jax.load_policy(folder)(stacks)
+    actions = checkpoints.load_policy(folder, dqn_jax)(stacks)
 
-    np.testing.assert_array_equal(actions, dqn_jax.greedy_action(alg, state.params, stacks))
+    np.testing.assert_array_equal(actions, greedy(alg, state.params, stacks))
     q_values = alg.network.apply(state.params, stacks)
     np.testing.assert_array_equal(actions, np.argmax(q_values, axis=1))
     # The frames before the newest one matter.
     only_newest = stacks.copy()
     only_newest[:, :3] = 0
-    assert (dqn_jax.load_policy(folder)(only_newest) != actions).any()
+    assert (checkpoints.load_policy(folder, dqn_jax)(only_newest) != actions).any()
 
 
 @pytest.mark.parametrize("name", ["dqn", "ppo"])
@@ -250,20 +255,19 @@ def test_actions_that_start_at_1_are_those_of_the_environment(name):
     envs = gym.make_vec("environments:Start-v0", 3)
     observation, _ = envs.reset(seed=0)
 
-    actions = module.load_policy(folder)(observation)
+    actions = checkpoints.load_policy(folder, module)(observation)
 
     np.testing.assert_array_equal(actions, [2, 2, 2])  # the better one
     _, reward, *_ = envs.step(actions)
     np.testing.assert_array_equal(reward, [1, 1, 1])
 
 
-def test_actions_of_a_box_are_clipped_to_it():
-    """To that of the environment, each axis to its own bounds; where they are within, as drawn."""
+def test_actions_of_a_box_are_scaled_and_clipped_to_it():
     run = ppo_jax.Run(env_id="Pendulum-v1", log_interval=64, eval_episodes=0)
     args = ppo_jax.Args(**SMALL_PPO)
     state, _, folder = ppo_jax.train(args, run)
-    alg, _ = ppo_jax.set_up(args, run)
-    params, moments = alg.acting_params(state)
+    alg, _ = ppo_jax.make_algorithm(args, run)
+    params, moments = alg.policy_params(state)
     params = jax.tree.map(np.array, params)
     params["params"]["Dense_4"]["kernel"] *= 1_000  # the mean of the actions
     saved = checkpoints.Checkpoints(folder)
@@ -271,15 +275,15 @@ def test_actions_of_a_box_are_clipped_to_it():
     observations = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
     output, _ = alg.network.apply(params, ppo_jax.normalize(observations, moments))
     mean = np.asarray(output)[:, :1]
-    assert mean.min() < -2
-    assert mean.max() > 2
-    assert (np.abs(mean) < 2).any()
+    assert mean.min() < -1
+    assert mean.max() > 1
+    assert (np.abs(mean) < 1).any()
 
-    actions = ppo_jax.load_policy(folder)(observations)
+    actions = checkpoints.load_policy(folder, ppo_jax)(observations)
 
     assert actions.shape == (100, 1)
     assert actions.dtype == np.float32
-    np.testing.assert_allclose(actions, np.clip(mean, -2, 2), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actions, np.clip(2 * mean, -2, 2), rtol=1e-5, atol=1e-6)
     space = gym.make("Pendulum-v1").action_space
     for action in actions:
         assert action in space
@@ -298,8 +302,8 @@ def test_the_best_agent_stays_at_a_resume_though_it_comes_after_the_checkpoint()
     saved.save(100, state, always[0], [])
     saved.save_if_best(150, always[1], 9.0)
     resumed = checkpoints.Checkpoints(folder)
-    step, _, _ = resumed.newest(state)
-    assert step == 100
+    resumed.restore(state)
+    assert resumed.begin == 100
     assert action_of(folder) == 1
     resumed.save_if_best(120, always[2], 1.0)
     assert action_of(folder) == 1
@@ -316,7 +320,7 @@ def test_an_agent_of_the_checkpoint_or_before_stays_at_a_resume():
     saved.save_if_best(100, always[1], 3.0)
     saved.save(100, state, always[0], [])
     resumed = checkpoints.Checkpoints(folder)
-    resumed.newest(state)
+    resumed.restore(state)
     assert action_of(folder) == 1
     resumed.save_if_best(200, always[2], 2.0)
     assert action_of(folder) == 1
@@ -330,19 +334,10 @@ def test_an_agent_of_the_checkpoint_or_before_stays_at_a_resume():
 def test_a_checkpoint_interval_of_0_saves_nothing():
     run = dqn_jax.Run(**COUNTER, checkpoint_interval=0, eval_episodes=0)
     _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
-    left = sorted(path.name.split(".")[0] for path in folder.iterdir())
+    left = sorted(path.name.split(".")[0] for path in folder.glob("[a-z]*"))
     assert left == ["args", "events"]
-    with pytest.raises(checkpoints.ResumeError, match="has no checkpoint"):
-        dqn_jax.load_policy(folder)
-
-
-def test_without_the_module_a_resume_is_a_mistake(run_main, monkeypatch):
-    monkeypatch.setitem(sys.modules, "checkpoints", None)
-    code, _, err = run_main(dqn_jax, "--resume", "runs/some")
-    assert code == 2
-    (line,) = err.strip().splitlines()
-    assert line.startswith("error: ")
-    assert "checkpoints" in line
+    with pytest.raises(dqn_jax.UsageError, match="has no checkpoint"):
+        checkpoints.load_policy(folder, dqn_jax)
 
 
 # --- mistakes
@@ -350,15 +345,17 @@ def test_without_the_module_a_resume_is_a_mistake(run_main, monkeypatch):
 
 def test_a_run_of_another_script_is_named():
     _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
-    for module in (per_dqn_jax, ppo_jax):
-        with pytest.raises(checkpoints.ResumeError, match="run of another script"):
-            module.load_policy(folder)
+    with pytest.raises(dqn_jax.UsageError, match="run of another script"):
+        checkpoints.load_policy(folder, ppo_jax)
+    with pytest.raises(dqn_jax.UsageError, match="of another script or version: replay"):
+        run = per_dqn_jax.Run(**COUNTER, resume=str(folder))
+        per_dqn_jax.train(per_dqn_jax.Args(**SMALL_DQN, double_q=False), run)
 
 
 def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is():
     Path("empty").mkdir()
-    with pytest.raises(checkpoints.ResumeError, match="empty is not the folder of a run"):
-        dqn_jax.load_policy("empty")
+    with pytest.raises(dqn_jax.UsageError, match="empty is not the folder of a run"):
+        checkpoints.load_policy("empty", dqn_jax)
     assert not any(Path("empty").iterdir())
 
 
@@ -369,4 +366,11 @@ def test_a_video_that_a_run_records_is_not_needed_to_load_its_agent(monkeypatch)
     saved["run"] |= {"capture_video": True, "distributed": "localhost:1,2,0", "track": True}
     (folder / "args.json").write_text(json.dumps(saved))
     monkeypatch.setitem(sys.modules, "moviepy", None)
-    assert dqn_jax.load_policy(folder)(OBSERVATIONS).shape == (7,)
+    assert checkpoints.load_policy(folder, dqn_jax)(OBSERVATIONS).shape == (7,)
+
+
+def test_an_observation_without_its_batch_axis_is_an_error():
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
+    policy = checkpoints.load_policy(folder, dqn_jax)
+    with pytest.raises(ValueError, match=r"observations must be \[N, 3\], not \(3,\)"):
+        policy(OBSERVATIONS[0])

@@ -83,9 +83,9 @@ def train(module, folder, flags, number):
 
 def checkpoint(module, folder):
     """The newest checkpoint, as one process reads it: step, Training, the returns so far."""
-    run, args = checkpoints.read_flags(folder, module.Run, module.Args)
-    alg, _ = module.set_up(args, run)
-    training = compiled.Program(alg, run, module).start()
+    run, args = usage.read_flags(folder, module.Run, module.Args)
+    alg, _ = module.make_algorithm(args, run)
+    training = compiled.Trainer(alg, run).start()
     return checkpoints.Checkpoints(folder).newest(training)
 
 

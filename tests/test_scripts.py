@@ -1,8 +1,5 @@
 """The scripts as texts that are read and as programs that are run."""
 
-import ast
-import difflib
-import importlib.util
 import inspect
 import json
 import re
@@ -61,30 +58,9 @@ def test_below_the_mark_the_scripts_are_the_same_text():
     assert len({below for _, below in parts}) == 1
 
 
-def test_per_dqn_differs_from_dqn_in_few_lines():
-    lines = [text(name).splitlines() for name in ("dqn_jax", "per_dqn_jax")]
-    changed = [x for x in difflib.ndiff(*lines) if x[0] in "+-"]
-    assert 0 < len(changed) <= 60
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_sketch_of_the_loop_names_functions_that_are_there(name):
-    tree = ast.parse(text(name))
-    docstring = ast.get_docstring(tree)
-    sketch = docstring[docstring.index("    for each iteration:") :].split("\n\n")[0]
-    functions = re.findall(r"# (\w+)$", sketch, re.MULTILINE)
-    called = re.findall(r"(?<![.\w])(\w+)\(", sketch)
-    when_due = re.search(r"when they are due: (.+)$", sketch, re.MULTILINE)[1].split(", ")
-    assert functions == ["train", "collect_rollout"]
-    assert called == ["draw_noise", "act", "train_step"]
-    assert when_due == ["write_point", "save", "evaluate_agent"]
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    assert {*functions, *called, *when_due} <= defined
-
-
 def test_the_sketch_of_compiled_training_names_methods_that_are_there():
     methods = re.findall(r"# .*?(\w+)\.(\w+)$", compiled.__doc__, re.MULTILINE)
-    assert len(methods) == 3
+    assert len(methods) == 4
     for owner, method in methods:
         assert inspect.isfunction(getattr(getattr(compiled, owner), method))
 
@@ -104,80 +80,6 @@ def test_help_has_two_groups_and_a_line_for_every_flag(name, run_main):
             assert comment.replace(" ", "") in group
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "message"),
-    [
-        ("dqn_jax", "--env-id Nothing-v0", "Nothing"),
-        ("dqn_jax", "--env-id no_such_module:Nothing-v0", "no_such_module"),
-        ("dqn_jax", "--env-kwargs {", "--env-kwargs '{': "),
-        ("dqn_jax", "--env-kwargs []", "--env-kwargs '[]': "),
-        ("dqn_jax", '--env-kwargs {"wind":1}', "wind"),
-        ("dqn_jax", "--env-id Pendulum-v1", "Discrete"),
-        ("dqn_jax", "--env-id environments:CounterSameStep-v0", "NEXT_STEP"),
-        ("dqn_jax", "--learning-starts 600000", "learning_starts"),
-        ("dqn_jax", "--num-envs 0", "num_envs must be from 1 to"),
-        ("dqn_jax", "--seed=-1", "seed must be from 0 to"),
-        ("dqn_jax", "--total-timesteps 2147483648", "total_timesteps must be from 1 to 2**31 - 1"),
-        ("dqn_jax", "--save-experience --log-interval 20000", "log_interval"),
-        ("dqn_jax", "--num-seeds 2", "num_seeds"),
-        ("dqn_jax", "--num-devices 2", "num_devices"),
-        ("dqn_jax", "--env-id environments:ChainWrapped-v0 --num-seeds 2", "num_seeds"),
-        ("dqn_jax", "--env-id environments:Chain-v0 --num-devices 64", "num_devices"),
-        ("dqn_jax", "--env-id environments:Chain-v0 --num-seeds 3 --num-devices 2", "num_devices"),
-        (
-            "dqn_jax",
-            "--env-id environments:Chain-v0 --num-seeds 2 --vectorization sync",
-            "num_seeds",
-        ),
-        (
-            "dqn_jax",
-            "--env-id environments:Chain-v0 --num-seeds 2 --save-experience",
-            "save_experience",
-        ),
-        ("dqn_jax", "--env-id environments:VectorOnly-v0 --vectorization async", "VectorOnly-v0"),
-        ("dqn_jax", "--distributed localhost", "distributed"),
-        ("dqn_jax", "--distributed localhost:1,two,0", "distributed"),
-        ("dqn_jax", "--resume .", "resume: . is not the folder of a run"),
-        ("per_dqn_jax", "--resume nowhere", "nowhere"),
-        ("ppo_jax", "--num-minibatches 3", "num_minibatches"),
-        ("ppo_jax", "--env-id environments:ChainVector-v0 --capture-video", "cannot draw"),
-        ("ppo_jax", "--env-id environments:VectorOnly-v0 --capture-video", "cannot draw"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_2(name, flags, message, run_main, tmp_path):
-    code, _, err = run_main(SCRIPTS[name], *flags.split())
-    (line,) = err.strip().splitlines()
-    assert code == 2
-    assert line.startswith("error: ")
-    assert message in line
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "package"), [("--track", "wandb"), ("--capture-video", "moviepy")]
-)
-def test_a_package_that_is_missing_is_one_line_and_no_folder(
-    flag, package, run_main, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, package, None)  # as if it was not installed
-    code, _, err = run_main(dqn_jax, flag)
-    (line,) = err.strip().splitlines()
-    assert code == 2
-    assert line.startswith("error: ")
-    assert package in line
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_of_another_script_cannot_be_resumed(run_main, tmp_path):
-    flags = {"run": vars(ppo_jax.Run()), "args": vars(ppo_jax.Args())}
-    saved = tmp_path / "args.json"
-    saved.write_text(json.dumps(flags))
-    code, _, err = run_main(dqn_jax, "--resume", str(tmp_path))
-    assert code == 2
-    assert err == f"error: resume: {tmp_path} is a run of another script or version\n"
-    assert list(tmp_path.iterdir()) == [saved]
-
-
 def steps_of_points(name):
     """Where a run of 2,000 steps in 4 environments has points, with a log interval of 100.
 
@@ -193,11 +95,11 @@ def assert_prints_progress(printed, folder, env_id, points):
     nothing, first, *progress, evaluation, last = printed.strip().splitlines()
     assert nothing == "nothing is saved, because checkpoints.py is not beside the script"
     assert first == f"{folder}: 4 x {env_id}, cpu"
-    line = r"([\d,]+) steps, [\d,]+ a second, return ([-\d.]+|none yet)"
+    line = r"([\d,]+) steps, [\d,]+ a second, return ([-\d.]+|nan)"
     shown = [re.fullmatch(line, x) for x in progress]
     assert [int(x[1].replace(",", "")) for x in shown] == points
     assert re.fullmatch(rf"{points[-1]:,} steps: return [-\d.]+ in an evaluation", evaluation)
-    assert re.fullmatch(rf"{folder}: mean return of the last episodes [-\d.]+ \(seed 1\)", last)
+    assert re.fullmatch(rf"{folder}: mean return of the last episodes [-\d.]+", last)
 
 
 # What is in the charts of each script, and of one of them alone.
@@ -236,97 +138,8 @@ def test_copied_with_buffers_alone_it_runs_and_its_events_can_be_read(name, tmp_
     points = steps_of_points(name)
     assert_prints_progress(done.stdout, folder, module.ENV_ID, points)
 
-    arguments, events = sorted(folder.iterdir())
-    assert arguments.name == "args.json"
-    assert events.name.startswith("events.out.tfevents.")
-    saved = json.loads(arguments.read_text())
-    assert saved["args"].keys() == vars(module.Args()).keys()
-    assert saved["run"].keys() == vars(module.Run()).keys()
-
-    scalars, table = read_events(folder)
+    scalars, _ = read_events(folder)
     assert_charts_are_complete(scalars, name, points)
-    assert f"|env_id|{module.ENV_ID}|" in table
-    assert "|total_timesteps|2000|" in table
-
-
-REACHING = '''
-import gymnasium as gym
-import numpy as np
-
-
-class Reaching(gym.Env):
-    """Episode k lasts 2 + k % 4 steps, and succeeds if k is divisible by 3."""
-
-    observation_space = gym.spaces.Box(-1.0, 1.0, (1,))
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        if seed is not None:
-            self.episode = seed % 2 - 1  # two environments begin with the episodes 0 and 1
-        self.episode += 1
-        self.steps_left = 2 + self.episode % 4
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.steps_left -= 1
-        info = {"is_success": self.episode % 3 == 0}
-        return np.zeros(1, np.float32), 0.0, self.steps_left == 0, False, info
-
-
-gym.register("Reaching-v0", Reaching)
-'''
-
-
-def ended_episodes(first, steps):
-    """The rows where episodes of Reaching end, from `first` on, and whether they succeeded."""
-    episode = first
-    row = 0
-    while True:
-        row += 2 + episode % 4
-        if row > steps:
-            return
-        yield row, episode % 3 == 0
-        row += 1  # which only resets
-        episode += 1
-
-
-def import_script(path, monkeypatch):
-    """The script at this path as a module of its own, with what lies beside it."""
-    monkeypatch.syspath_prepend(path.parent)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, path.stem, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_chart_of_your_own_is_two_lines_in_collect_rollout(tmp_path, monkeypatch):
-    """It shows the exact mean of the successes of the episodes that ended between two points."""
-    monkeypatch.chdir(tmp_path)
-    line = "        valid = ~(rollout.terminated[t] | rollout.truncated[t])\n"
-    own_lines = (
-        '        if "is_success" in info:\n'
-        '            log.scalars["charts/success_rate"].extend(info["is_success"][~valid])\n'
-    )
-    assert own_lines in (ROOT / "docs" / "runs.md").read_text()
-    assert text("dqn_jax").count(line) == 1
-    script = tmp_path / "charting_dqn.py"
-    script.write_text(text("dqn_jax").replace(line, line + own_lines))
-    (tmp_path / "reaching.py").write_text(REACHING)
-    charting = import_script(script, monkeypatch)
-    args = charting.Args(total_timesteps=400, num_envs=2, learning_starts=200)
-    run = charting.Run(
-        env_id="reaching:Reaching-v0", log_interval=40, eval_episodes=0, checkpoint_interval=0
-    )
-    _, _, folder = charting.train(args, run)
-
-    ended = [*ended_episodes(first=0, steps=200), *ended_episodes(first=1, steps=200)]
-    expected = []
-    for point in range(40, 401, 40):
-        successes = [success for row, success in ended if point - 40 < 2 * row <= point]
-        expected.append((point, np.float32(np.mean(successes))))
-    assert len({mean for _, mean in expected}) > 3
-    assert read_events(folder)[0]["charts/success_rate"] == expected
 
 
 @pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax), slow(ppo_jax)])
