@@ -1,7 +1,7 @@
 """--save-experience keeps all that the replay was given, beyond its ring."""
 
-from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import environments  # noqa: F401  registers the environments
@@ -28,12 +28,12 @@ def vault_of(module, args, folder):
     """The experience of a run in Counter-v0."""
     space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     alg = module.Algorithm(args, space, gym.spaces.Discrete(3))
-    return Vault(folder / "experience", alg.stored, args.num_envs, create=False)
+    return Vault(folder / "experience", alg.stored_step, args.num_envs, create=False)
 
 
 def assert_same_rows(steps, held):
     """Two Steps are alike in all that a replay holds."""
-    for name in steps._fields[:-1]:
+    for name in steps._fields:
         rows = np.asarray(getattr(held, name))
         np.testing.assert_array_equal(getattr(steps, name), rows, err_msg=name)
 
@@ -66,9 +66,8 @@ def test_the_vault_says_what_its_experience_is_of(module):
     args = module.Args(**FLAGS)
     run = module.Run(env_kwargs='{"sutton_barto_reward": true}', seed=3)
     alg, _ = module.make_algorithm(args, run)
-    with closing(module.make_envs(args, run, 2)) as envs:
-        _, _, log = module.start(alg, run, envs, jax.random.PRNGKey(0), ())
-    log.writer.close()
+    _, log = module.start(alg, run, partial(alg.init, jax.random.PRNGKey(0)), [])
+    log.close()
     assert Vault(log.folder / "experience").about == {
         "env_id": "CartPole-v1",
         "env_kwargs": {"sutton_barto_reward": True},
@@ -125,7 +124,7 @@ def test_all_steps_of_a_compiled_agent_are_kept(module):
     state, _, folder = module.train(args, run)
     space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     alg = module.Algorithm(args, space, gym.spaces.Discrete(2))
-    vault = Vault(folder / "experience", alg.stored, 2, create=False)
+    vault = Vault(folder / "experience", alg.stored_step, 2, create=False)
     assert len(vault) == 200
     of_the_first_agent = jax.tree.map(lambda x: x[0], state.replay.storage)
     assert_same_rows(vault.read(100, 200), of_the_first_agent)
