@@ -219,11 +219,14 @@ def explain(error: Exception, run: Any, folder: Path, step: int, envs: Any) -> N
     """Adds to what the environments raised where it happened, and which processes are dead."""
     error.from_environment = True  # type: ignore[attr-defined]  # `main` shows its traceback
     error.add_note(f"in {run.env_id} at step {step} of {folder}")
-    processes = getattr(envs.unwrapped, "processes", ())  # of gymnasium.vector.AsyncVectorEnv
-    dead = [process.name for process in processes if not process.is_alive()]
-    if dead:
+    if isinstance(error, EOFError | ConnectionError) and hasattr(envs.unwrapped, "processes"):
+        # A process of gymnasium.vector.AsyncVectorEnv was killed. Closing would wait for it.
+        processes = envs.unwrapped.processes
+        for process in processes:
+            process.join(timeout=0.5)
+        dead = [process.name for process in processes if not process.is_alive()]
         error.add_note(f"killed: {', '.join(dead)}")
-        envs.close(terminate=True)  # or closing would wait for it
+        envs.close(terminate=True)
 
 
 def check_rollout(rollout: Any, run: Any, step: int) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import environments  # noqa: F401  registers the environments
 import jax
@@ -76,6 +77,8 @@ def test_each_environment_has_a_process_where_they_are_async():
     """Also where there is a vector version, which is faster in one process."""
     run = dqn_jax.Run(env_id="CartPole-v1", vectorization="async")
     with closing(dqn_jax.make_envs(dqn_jax.Args(), run, 4)) as envs:
+        assert isinstance(envs, SyncVectorEnv)  # for an evaluation, because processes start slowly
+    with closing(dqn_jax.make_envs(dqn_jax.Args(), run, 4, training=True)) as envs:
         assert isinstance(envs, AsyncVectorEnv)
         workers = {process.pid for process in envs.processes}
         assert len(workers | {os.getpid()}) == 5
@@ -160,3 +163,21 @@ def test_an_environment_that_fails_is_named_and_keeps_a_checkpoint(tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     assert last == f"in environments:Failing-v0 at step 1280 of {folder}"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["1280"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_what_was_learned_is_saved(tmp_path):
+    process = start(tmp_path, "--env-id environments:Counter-v0 --total-timesteps 400000")
+    process.stdout.readline()
+    assert process.stdout.readline().startswith("20,0")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    forkserver = [x for x in children if "forkserver" in Path(f"/proc/{x}/cmdline").read_text()]
+    workers = Path(f"/proc/{forkserver[0]}/task/{forkserver[0]}/children").read_text().split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    *_, where, dead = err.strip().splitlines()
+    assert where.startswith("in environments:Counter-v0 at step ")
+    assert dead.startswith("killed: Worker<AsyncVectorEnv>-")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(list((folder / "checkpoints").iterdir())) == 1

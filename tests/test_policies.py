@@ -347,8 +347,8 @@ def test_a_run_of_another_script_is_named():
     _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
     with pytest.raises(dqn_jax.UsageError, match="run of another script"):
         checkpoints.load_policy(folder, ppo_jax)
+    run = per_dqn_jax.Run(**COUNTER, resume=str(folder))
     with pytest.raises(dqn_jax.UsageError, match="of another script or version: replay"):
-        run = per_dqn_jax.Run(**COUNTER, resume=str(folder))
         per_dqn_jax.train(per_dqn_jax.Args(**SMALL_DQN, double_q=False), run)
 
 

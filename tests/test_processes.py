@@ -21,6 +21,7 @@ import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+import usage
 
 
 def has_name():
@@ -85,8 +86,9 @@ def checkpoint(module, folder):
     """The newest checkpoint, as one process reads it: step, Training, the returns so far."""
     run, args = usage.read_flags(folder, module.Run, module.Args)
     alg, _ = module.make_algorithm(args, run)
-    training = compiled.Trainer(alg, run).start()
-    return checkpoints.Checkpoints(folder).newest(training)
+    saver = checkpoints.Checkpoints(folder)
+    training = saver.restore(compiled.Trainer(alg, run).init())
+    return saver.begin, training, saver.recent_returns
 
 
 def assert_same_run(module, one, other, **tolerance):
@@ -231,7 +233,7 @@ def test_what_is_not_address_processes_and_id_is_said_in_one_line(how, words, ru
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--env-id CartPole-v1", "CartPole-v1 is not in JAX; "),
+        ("--env-id CartPole-v1", "CartPole-v1 is not written in JAX; "),
         ("--env-id phys2d/CartPole-v1 --num-envs 2 --capture-video", "capture_video"),
         ("--env-id phys2d/CartPole-v1 --num-envs 2 --save-experience", "save_experience"),
         ("--env-id phys2d/CartPole-v1 --num-envs 3", "num_devices"),
