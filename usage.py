@@ -135,7 +135,7 @@ def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None
 
 def check_memory(init: Callable) -> None:
     """Raises UsageError if the first State has more bytes than the memory."""
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     has = stats.get("bytes_limit", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     needs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
     if needs > has:
