@@ -48,8 +48,9 @@ class Checkpoints:
         self.on_close: list = []  # functions to call when the run ends
 
     def write_header(self, writer: Any, flags: dict) -> None:
-        """Writes the flags to an event file."""
+        """Writes the flags to an event file, which `close` will close."""
         tracking.write_header(writer, flags, self.begin)
+        self.on_close.append(writer.close)
 
     def save(self, step: int, state: Any, params: Any, recent_returns: Sequence) -> None:
         """Saves the state of training after `step`, if its parameters are finite."""
@@ -156,9 +157,9 @@ class Checkpoints:
         return step
 
     def close(self) -> None:
-        """Ends what began with the run: its lock, and the handling of signals."""
-        for function in self.on_close:
-            function()
+        """Ends what began with the run: its lock, event files, and the handling of signals."""
+        while self.on_close:
+            self.on_close.pop()()
 
 
 def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -187,9 +188,10 @@ def open_run(
     state = init()
     if run.resume:
         steps = saver.latest_step()
-        total = alg.args.total_timesteps
-        if total < min(steps, args_before.total_timesteps):
-            raise UsageError(f"resume: {steps} steps were made, more than {total}")
+        if alg.args.total_timesteps < min(steps, args_before.total_timesteps):
+            raise UsageError(
+                f"resume: {steps} steps were made, more than {alg.args.total_timesteps}"
+            )
         state = alg.on_resume(saver.restore(state))
     saver.vault = tracking.open_vault(alg, run, folder)
     saver.write_experience(getattr(state, "agent", state))  # a resumed run drops what came later

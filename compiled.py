@@ -490,7 +490,7 @@ def train(alg: Any, run: Any, script: Any, stop: Any) -> tuple[Any, np.ndarray, 
     finished: deque = deque(maxlen=1_000)  # of each log entry, the newest first
     with ExitStack() as stack:
         for each in logs:
-            stack.enter_context(closing(each))
+            stack.enter_context(closing(each.saver or each.writer))
         if log.begin >= alg.args.total_timesteps:  # a complete run is only evaluated
             evaluate_agents(trainer, runner, log.begin, logs, script, stop)
         end = log.begin

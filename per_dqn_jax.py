@@ -365,12 +365,6 @@ class Log:
         self.bar.n = step
         self.bar.set_postfix_str(progress)
 
-    def close(self):
-        """Ends the event file and what the run kept open."""
-        self.writer.close()
-        if self.saver:
-            self.saver.close()
-
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
     """N environments that are stepped together. Add wrappers of a single one to the list."""
@@ -423,6 +417,7 @@ def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: i
     observation, valid, unfinished = env_state  # unfinished [2, N]: return and length so far
     shape = alg.rollout_shape
     rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example_step)
+    charts: dict = defaultdict(list)  # numbers whose means are logged
     for t in range(shape[0]):
         rollout.observation[t] = observation
         action = np.asarray(alg.act(params, rollout.observation[t], key, step + t * shape[1]))
@@ -434,14 +429,12 @@ def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: i
         rollout.valid[t] = valid
         valid = ~(rollout.terminated[t] | rollout.truncated[t])
     rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
-    charts: dict = defaultdict(list)  # numbers whose means are logged
     sums = np.cumsum([rollout.reward, rollout.valid], axis=1, dtype=float) + unfinished[:, None]
     for t, env in np.argwhere(rollout.terminated | rollout.truncated):
         charts["charts/episodic_return"].append(sums[0, t, env])
         charts["charts/episodic_length"].append(sums[1, t, env])
         sums[:, t:, env] -= sums[:, t, env, None]  # the next episode begins at 0
-    last = np.array(observation, alg.example_step.observation.dtype)
-    return rollout, (last, valid, sums[:, -1]), charts
+    return rollout, (np.array(observation, rollout.observation.dtype), valid, sums[:, -1]), charts
 
 
 def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str = "", stop=()):
@@ -462,6 +455,13 @@ def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str 
             if over.all() or stop:
                 break
     return returns
+
+
+def load_policy(folder: Path | str):
+    """The best agent of a run, as a function from observations [N, ...] to actions [N, ...]."""
+    import checkpoints
+
+    return checkpoints.load_policy(folder, sys.modules[__name__])
 
 
 def start(alg: Algorithm, run: Run, init, stop: list, now: int = 0, quiet: bool | None = None):
@@ -526,7 +526,7 @@ def train(args: Args, run: Run, stop: list | None = None):
                 log.saver.on_error(error, envs, step, learning, log.recent_returns)
             raise
 
-    with closing(envs), closing(log), ThreadPoolExecutor(1) as learner:
+    with closing(envs), closing(log.saver or log.writer), ThreadPoolExecutor(1) as learner:
         if log.begin >= total:  # a complete run is only evaluated
             evaluate_agent(alg, run, params, log.begin, log, stop)
         for step in range(log.begin, total, alg.steps_per_iteration):

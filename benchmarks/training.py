@@ -143,24 +143,25 @@ def run(configuration: Configuration, args: argparse.Namespace, seed: int) -> Ou
 def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> float:
     """Environment steps per second with random actions; of functional environments compiled."""
     run, args = ppo_jax.Run(env_id=env_id), ppo_jax.Args(num_envs=num_envs)  # takes any actions
-    alg, is_functional = ppo_jax.set_up(args, run)
+    alg, is_jax_env = ppo_jax.make_algorithm(args, run)
     envs = ppo_jax.make_envs(args, run, num_envs)
     actions = np.stack([envs.action_space.sample() for _ in range(1_000)])
     envs.reset(seed=0)
-    if is_functional:
-        functional = compiled.Program(alg, run, ppo_jax).envs
-        functional.alg = SimpleNamespace(
+    if is_jax_env:
+        jax_envs = compiled.Trainer(alg, run).envs
+        jax_envs.alg = SimpleNamespace(
             args=args,
-            example=alg.example,
-            act=lambda params, observation, action: action,
+            example_step=alg.example_step,
+            rollout_shape=actions.shape[:2],
+            act=lambda actions, observation, key, step: actions[step // num_envs],
             to_env_action=lambda action: action,
         )
-        key, collect = jax.random.PRNGKey(0), jax.jit(functional.collect)
-        state = functional.reset(key, num_envs)
+        key, collect = jax.random.PRNGKey(0), jax.jit(jax_envs.collect)
+        state = jax_envs.reset(key, num_envs)
 
     def walk() -> Any:
-        if is_functional:
-            return jax.block_until_ready(collect(state, None, actions, key))
+        if is_jax_env:
+            return jax.block_until_ready(collect(state, actions, key, 0))
         return [envs.step(action) for action in actions]
 
     number = max(1, round(seconds / timeit.repeat(walk, number=1, repeat=2)[1]))  # [0] compiles
@@ -197,7 +198,7 @@ def train_peer(args: argparse.Namespace) -> None:
         settings["policy_kwargs"] = {"ortho_init": True}
         own = {"clip_range_vf": ours.clip_coef}
     folder = Path(f"runs/{args.peer}__{time.time():.0f}")
-    writer = ppo_jax.open_writer(folder, flags={}, begun=0)
+    log = ppo_jax.Log(folder, {"total_timesteps": args.total_timesteps}, quiet=True)
     ended: list[dict[str, float]] = []  # episodes since the last point
 
     def on_step(training: dict, _: dict) -> bool:
@@ -208,7 +209,7 @@ def train_peer(args: argparse.Namespace) -> None:
             metrics["charts/episodic_return"] = sum(x["r"] for x in ended) / number
             metrics["charts/episodic_length"] = sum(x["l"] for x in ended) / number
             ended.clear()
-            ppo_jax.write_metrics(writer, step, metrics)  # without NaN
+            log.add_scalars(step, metrics)  # without NaN
         return True
 
     envs = make_vec_env(args.env_id, args.num_envs, args.seed)
@@ -216,7 +217,7 @@ def train_peer(args: argparse.Namespace) -> None:
     make = getattr(importlib.import_module(PEERS[args.peer][1]), args.algorithm.upper())
     model, start = make("MlpPolicy", envs, **settings), time.time()
     model.learn(args.total_timesteps, callback=on_step)
-    writer.close()
+    log.writer.close()
 
 
 def beside(configuration: Configuration, chosen: list[Configuration]) -> Any:

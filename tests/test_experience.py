@@ -67,7 +67,7 @@ def test_the_vault_says_what_its_experience_is_of(module):
     run = module.Run(env_kwargs='{"sutton_barto_reward": true}', seed=3)
     alg, _ = module.make_algorithm(args, run)
     _, log = module.start(alg, run, partial(alg.init, jax.random.PRNGKey(0)), [])
-    log.close()
+    log.saver.close()
     assert Vault(log.folder / "experience").about == {
         "env_id": "CartPole-v1",
         "env_kwargs": {"sutton_barto_reward": True},

@@ -353,7 +353,7 @@ def test_a_log_entry_has_means_of_what_was_counted_since_the_last_one(tmp_path):
     log.add_metrics(200, {"losses/td_loss": 0.0, "charts/gradient_steps": 0})
     log.scalars["charts/episodic_return"] += [10.0] * 99
     log.add_metrics(300, {"charts/nothing": np.nan})
-    log.close()
+    log.writer.close()
 
     scalars, _ = read_events(tmp_path)
     speed = scalars.pop("charts/SPS")

@@ -60,7 +60,7 @@ def folder_of(run):
 
 def action_of(folder):
     """The only action that the loaded agent takes, whatever it observes."""
-    actions = checkpoints.load_policy(folder, dqn_jax)(OBSERVATIONS)
+    actions = dqn_jax.load_policy(folder)(OBSERVATIONS)
     assert actions.shape == (7,)
     (action,) = set(actions.tolist())
     return action
