@@ -1,6 +1,5 @@
 """Stacks of frames: as acting sees them, as the replay gives them back, as Atari makes them."""
 
-from collections import defaultdict
 from types import SimpleNamespace
 
 import ale_py  # noqa: F401  (registers ALE/*)
@@ -65,33 +64,30 @@ def breakout(request):
     assert single.observation_space.shape == (2, 4, 1, 84, 84)
     alg = script.Algorithm(args, single.single_observation_space, gym.spaces.Discrete(4))
     state = jax.jit(alg.init)(KEY)
-    params = alg.acting_params(state)
+    params = alg.policy_params(state)
     observation, _ = single.reset(seed=3)
-    env_state = script.EnvState(observation, np.ones(2, bool), np.zeros((2, 2)))
-    log = SimpleNamespace(scalars=defaultdict(list))
+    env_state = (observation, np.ones(2, bool), np.zeros((2, 2)))
     stacked = atari(4)
     observation, _ = stacked.reset(seed=3)
     native = [observation.copy()]
     rollouts = []
-    rng = np.random.default_rng(0)
-    for _ in range(300 // alg.rollout_shape[0]):
-        noise = rng.integers(4, size=alg.rollout_shape)
-        rollout, env_state = script.collect_rollout(alg, single, params, env_state, noise, log)
-        rollouts.append(rollout)
+    for step in range(0, 600, alg.steps_per_iteration):
+        rollout, env_state, _ = script.collect_rollout(alg, single, params, env_state, KEY, step)
+        rollouts.append((rollout, env_state[0]))
         for action in rollout.action:
             observation, *_ = stacked.step(action)
             native.append(observation.copy())
-    assert sum((~rollout.valid).sum() for rollout in rollouts) >= 2  # episodes that ended
+    assert sum((~rollout.valid).sum() for rollout, _ in rollouts) >= 2  # episodes that ended
     return SimpleNamespace(alg=alg, replay=state.replay, rollouts=rollouts, native=np.stack(native))
 
 
 def test_acting_sees_what_atari_stacks(breakout):
     """Step by step, across resets."""
     begin = 0
-    for rollout in breakout.rollouts:
+    for rollout, next_observation in breakout.rollouts:
         end = begin + len(rollout.action)
         np.testing.assert_array_equal(rollout.observation[:, :, :, 0], breakout.native[begin:end])
-        np.testing.assert_array_equal(rollout.next_observation[:, :, 0], breakout.native[end])
+        np.testing.assert_array_equal(next_observation[:, :, 0], breakout.native[end])
         begin = end
 
 
@@ -99,9 +95,8 @@ def test_learning_sees_what_atari_stacks(breakout):
     """Across resets and the write position."""
     add = jax.jit(breakout.alg.replay.add_batch)
     replay = breakout.replay
-    for rollout in breakout.rollouts:
-        newest = rollout.observation[:, :, -1]
-        replay = add(replay, rollout._replace(observation=newest, next_observation=None))
+    for rollout, _ in breakout.rollouts:
+        replay = add(replay, rollout._replace(observation=rollout.observation[:, :, -1]))
     assert int(replay.size) == 100  # rows, a third of those added
     sample = breakout.alg.replay.sample(replay, KEY, 512)
     window = sample.experience
@@ -131,12 +126,13 @@ def test_the_network_sees_the_channels_that_atari_stacks():
 @pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax), ppo_jax])
 def test_functional_environments_stack_in_the_compiled_program(script):
     run = script.Run(env_id="phys2d/CartPole-v1")
-    alg, is_functional = script.set_up(script.Args(num_envs=4, frame_stack=3), run)
-    assert is_functional
-    envs = compiled.Program(alg, run, script).envs
-    params = alg.acting_params(jax.jit(alg.init)(KEY))
-    noise = alg.draw_noise(KEY, 0, (60, 4))
-    _, rollout = jax.jit(envs.collect)(envs.reset(KEY, 4), params, noise, KEY)
+    rollout = {"num_steps": 60} if script is ppo_jax else {"train_frequency": 240}
+    alg, is_jax_env = script.make_algorithm(script.Args(num_envs=4, frame_stack=3, **rollout), run)
+    assert is_jax_env
+    envs = compiled.Trainer(alg, run).envs
+    params = alg.policy_params(jax.jit(alg.init)(KEY))
+    _, rollout = jax.jit(envs.collect)(envs.reset(KEY, 4), params, KEY, 0)
+    assert rollout.valid.shape == (60, 4)
 
     newest = np.asarray(rollout.observation[:, :, -1])
     valid = np.asarray(rollout.valid)
