@@ -121,14 +121,12 @@ class Checkpoints:
         damaged = []
         self.begin = self.latest_step()
         for step in sorted(self.latest.all_steps(), reverse=True):
-            folder = self.latest.directory / str(step)
             try:
                 restored = self.latest.restore(step, args=items)
+                break
             except Exception as error:
-                usage.raise_if_other(folder / "state", shapes, error)
+                usage.raise_if_other(self.latest.directory / f"{step}/state", shapes, error)
                 damaged.append(step)
-                continue
-            break
         else:
             raise UsageError(f"resume: no checkpoint in {self.latest.directory} can be read")
         for other in damaged:

@@ -44,7 +44,7 @@ import optax
 import tyro
 from gymnasium.error import Error as UsageError
 from gymnasium.spaces import Box
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from jax import Array
 from tensorboard.compat.proto.event_pb2 import Event
@@ -484,7 +484,7 @@ def make_algorithm(args: Args, run: Run) -> tuple[Algorithm, bool]:
         import images
 
         images.check_video(partial(make_envs, args, run, 1), envs.single_observation_space)
-    env = getattr(envs.unwrapped, "envs", [envs.unwrapped])[0]
+    env = envs.unwrapped.envs[0] if isinstance(envs.unwrapped, SyncVectorEnv) else envs.unwrapped
     while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):  # compiled.py needs none
         env = env.env
     is_jax_env = hasattr(env, "func_env") and isinstance(env.observation_space, Box)

@@ -770,7 +770,7 @@ def test_probe_values_are_learned(env_id, observations, values):
 )
 def test_probe_values_are_learned_from_n_steps(env_id, value):
     """Ends of both kinds within three steps leave the values what they are with one."""
-    _, q = learned_q(dqn_jax, env_id, VECTOR[None], PROBE, n_step=3)
+    _, q = learned_q(dqn_jax, env_id, VECTOR[None], PROBE, n_step=3, total_timesteps=6_000)
     np.testing.assert_allclose(q, value, atol=0.01)
 
 
