@@ -314,7 +314,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_keeps_a_checkpoint_of_the_last_iteration(number, run_main, monkeypatch):
     with monkeypatch.context() as patched:
-        at_step(55 - RESETS, lambda: os.kill(os.getpid(), number), patched)
+        at_step(55 - RESETS, lambda: signal.raise_signal(number), patched)
         flags = ["--env-id", "environments:Counter-v0", "--total-timesteps", "200", *SMALL]
         code, out, _ = run_main(dqn_jax, *flags)
     assert code == 130
@@ -331,7 +331,7 @@ def test_a_signal_in_training_from_python_saves_and_returns(number, tmp_path, mo
     """As an interrupt in a notebook; afterwards signals do what they did before."""
     monkeypatch.chdir(tmp_path)
     before = [signal.getsignal(x) for x in SIGNALS]
-    at_step(55 - RESETS, lambda: os.kill(os.getpid(), number), monkeypatch)
+    at_step(55 - RESETS, lambda: signal.raise_signal(number), monkeypatch)
     args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
     run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=2)
     _, _, folder = dqn_jax.train(args, run)
