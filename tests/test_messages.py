@@ -162,8 +162,7 @@ def test_before_the_first_episode_of_a_compiled_run_ends_there_is_no_return(caps
 
 def test_a_resumed_compiled_run_shows_its_return_until_an_episode_ends(capsys, stop_at):
     args = dqn_jax.Args(**STEPWISE)
-    run = dqn_jax.Run(**CLOCK, checkpoint_interval=4)  # so that no call goes beyond step 40
-    _, returns, folder = dqn_jax.train(args, run, stop_at(40))
+    _, returns, folder = dqn_jax.train(args, dqn_jax.Run(**CLOCK), stop_at(40))
     np.testing.assert_array_equal(returns, [4.5])
     capsys.readouterr()
     _, returns, _ = dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **CLOCK))
