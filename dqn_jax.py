@@ -514,10 +514,10 @@ def train(args: Args, run: Run, stop: list | None = None):
         for step in range(log.begin, total, alg.steps_per_iteration):
             end = step + alg.steps_per_iteration
             rollout, env_state, charts = ahead or collect(step)
-            if log.saver:
-                log.saver.check_rollout(rollout, step)
             learning = learner.submit(train_step, state, rollout, env_state[0], learn_key, step)
             ahead = collect(end) if alg.collects_while_learning and end < total else None
+            if log.saver:
+                log.saver.check_rollout(rollout, step)
             state, params, metrics = learning.result()
             # Insert your own code here: `state` is complete, and no thread is running.
             is_last = end >= total or len(stop) > 0

@@ -231,6 +231,8 @@ def explain(error: Exception, run: Any, folder: Path, step: int, envs: Any) -> N
 
 def check_rollout(rollout: Any, run: Any, step: int) -> None:
     """Raises ValueError if the environments returned NaN or infinity, and says when."""
+    if np.isfinite(rollout.reward).all() and np.isfinite(rollout.observation).all():
+        return
     num_envs = rollout.reward.shape[1]
     observations = rollout.observation.reshape(*rollout.reward.shape, -1)
     for name, values in (("reward", rollout.reward[..., None]), ("observation", observations)):
