@@ -253,8 +253,7 @@ class DQN:
         batch = self.to_transitions(self.shard_batch(sample.experience))
         grad_fn = jax.grad(self.loss, has_aux=True)
         probabilities = jnp.where(batch.valid, sample.probabilities, 0)
-        size = self.replay.size(state.replay)
-        weights = buffers.importance_weights(probabilities, size, self.beta(step))
+        weights = buffers.importance_weights(probabilities, self.beta(step))
         gradient, (metrics, td_error) = grad_fn(state.params, state.target_params, batch, weights)
         # A step that only resets is not drawn again.
         priorities = jnp.where(batch.valid, jnp.abs(td_error) + args.priority_epsilon, 0)

@@ -97,7 +97,7 @@ class Windows(NamedTuple):
 
     @property
     def modulus(self):
-        return buffers._layout(self.max_size, self.envs, self.length, self.period).modulus
+        return buffers.cursor_modulus(self.rows, self.num_envs)
 
     def replay(self, donate=True):
         return make_replay(self, donate)
@@ -195,7 +195,7 @@ def as_mask(mask):
 
 
 CIRCULAR = buffers.circular_buffer(5)
-CIRCULAR_MODULUS = buffers._layout(5).modulus
+CIRCULAR_MODULUS = buffers.cursor_modulus(5, 1)
 
 circular_operations = st.lists(
     st.one_of(
@@ -451,7 +451,7 @@ def fill_and_draw(shape, added):
 
 def ids_at(shape, state, indices):
     """The ids of single items, whether or not windows start at them."""
-    items = Windows(8, shape.envs).replay()
+    items = shape._replace(length=None, period=1).replay()
     return decode(items.get(state, indices))
 
 
@@ -586,11 +586,12 @@ def test_old_indices_stay_errors_over_the_wrap_of_the_cursor(shape):
 @examples(300)
 def test_counters_stay_in_int32(max_size, envs, period):
     unit = (envs or 1) * period
-    layout = buffers._layout(max(max_size // unit, 1) * unit, envs, None, period)
-    assert layout.modulus % layout.rows == 0  # a slot is the cursor modulo the rows
-    assert layout.modulus % period == 0  # and windows start at multiples of the period
-    assert layout.modulus >= 2 * layout.rows  # whether an index is held is never ambiguous
-    assert layout.modulus * layout.envs + layout.capacity < 2**31  # nor does a window overflow
+    rows = max(max_size // unit, 1) * period
+    modulus = buffers.cursor_modulus(rows, envs or 1)
+    assert modulus % rows == 0  # a slot is the cursor modulo the rows
+    assert modulus % period == 0  # and windows start at multiples of the period
+    assert modulus >= 2 * rows  # whether an index is stored is never ambiguous
+    assert (modulus + rows) * (envs or 1) < 2**31  # nor does a window overflow
 
 
 # ------------------------------------------------------------------------------------------- queue
@@ -648,23 +649,29 @@ def test_the_module_stands_alone():
 
 @pytest.mark.parametrize("buffer", [buffers.circular_buffer(5), buffers.prioritised_replay(8)])
 def test_every_function_of_a_buffer_has_help(buffer):
-    functions = {name: part for name, part in buffer._asdict().items() if callable(part)}
-    assert set(buffer._fields) - set(functions) <= {"core", "max_size"}
-    for name, function in functions.items():
-        page = pydoc.plain(pydoc.render_doc(function))
+    names = [name for name in dir(buffer) if not name.startswith("_")]
+    functions = [name for name in names if callable(getattr(buffer, name))]
+    assert {"init", "add", "add_batch", "get", "update", "size"} < set(functions)
+    for name in set(functions) - {"state_type"}:
+        page = pydoc.plain(pydoc.render_doc(getattr(buffer, name)))
         title, empty, signature, text = page.split("\n")[:4]
         assert signature.startswith(f"{name}("), signature
         assert len(text) > 30, name
 
 
 def test_a_buffer_prints_its_sizes():
-    assert repr(buffers.circular_buffer(5)) == "CircularBuffer(max_size=5)"
-    streams = buffers.prioritised_replay(48, num_envs=4, sequence_length=3, period=2)
-    sizes = "max_size=48, num_envs=4, sequence_length=3, period=2"
-    assert repr(streams) == f"Replay({sizes}, num_clusters=1, prioritised=True)"
-    clustered = buffers.clustered_replay(7, buffers.uniform_replay(10_000), lambda item: 0)
-    sizes = "max_size=10000, num_envs=1, sequence_length=1, period=1"
-    assert repr(clustered) == f"Replay({sizes}, num_clusters=7, prioritised=False)"
+    rest = "donate=True, debug=False"
+    assert repr(buffers.circular_buffer(5)) == f"CircularBuffer(max_size=5, {rest})"
+    sizes = "max_size=48, num_envs=4, sequence_length={}, period=1"
+    for length in (None, 1):
+        items = buffers.uniform_replay(48, num_envs=4, sequence_length=length)
+        assert repr(items) == f"UniformReplay({sizes.format(length)}, {rest})"
+    clustered = buffers.clustered_replay(7, buffers.prioritised_replay(9), len)
+    text = "ClusteredReplay(num_clusters=7, cluster_buffer=PrioritisedReplay(max_size=9, "
+    assert repr(clustered).startswith(text)
+    assert repr(clustered).endswith(
+        f"clustering_fn=<built-in function len>, distribution_power=0.0, {rest})"
+    )
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 1000, 65535, 65536, 65537, 10**6, 2**29 - 1, 2**29])

@@ -430,7 +430,7 @@ def test_the_loop_of_a_script_does_not_touch_the_whole_tree(agents):
     compiled = run.lower(state, (rows, keys)).compile()
     assert_in_place(compiled)
     # XLA has other ways to write a part of the tree. With `vmap` they computed the whole of it.
-    assert operations_that_write(state.tree.shape, compiled) == {"scatter"}
+    assert operations_that_write(state.tree[0].shape, compiled) == {"scatter"}
 
 
 @pytest.mark.parametrize("name", ["add", "add_batch", "add_batch with mask"])
@@ -549,10 +549,10 @@ def test_a_gather_from_a_large_array_is_a_gather(item, dtype):
         return np.where(is_end, rng.choice([0, rows - 1], shape), i).astype(np.int32)
 
     several = [random_indices(shape) for shape in [(), (0,), (1,), (2,), (7,), (1, 5), (5, 3)]]
-    take = jax.jit(lambda x, several: [buffers._take(x, i) for i in several])
+    take = jax.jit(lambda x, several: [buffers._gather(x, i) for i in several])
     assert_trees_equal(take(jnp.asarray(x), several), [x[i] for i in several])
 
-    eager = buffers._take(jnp.asarray(x), jnp.asarray(several[-1]))
+    eager = buffers._gather(jnp.asarray(x), jnp.asarray(several[-1]))
     assert_trees_equal(eager, x[several[-1]])
 
     reversed_x = x[::-1]

@@ -115,7 +115,7 @@ def test_places_that_are_empty_are_left_alone():
         return replay.update(state, shift, indices)
 
     state = change_all(state)
-    assert (np.asarray(state.tree)[:8] > 0).tolist() == [True] * 3 + [False] * 5
+    assert (np.asarray(state.tree[0])[:8] > 0).tolist() == [True] * 3 + [False] * 5
     assert state.storage["id"].ravel().tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
 
 

@@ -69,8 +69,8 @@ def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, m
     weighed = []
     priorities = []
 
-    def importance_weights(probabilities, size, beta):
-        weighed.append((probabilities, size, beta))
+    def importance_weights(probabilities, beta):
+        weighed.append((probabilities, beta))
         return jnp.array([*WEIGHTS, 0.0])
 
     def sample(state, key, batch_size):
@@ -87,18 +87,16 @@ def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, m
     replay = alg.replay
     alg_sample = replay.sample
     alg_set_priorities = replay.set_priorities
-    alg.replay = SimpleNamespace(
-        init=replay.init, size=replay.size, sample=sample, set_priorities=set_priorities
-    )
+    by_hand = {"sample": sample, "set_priorities": set_priorities}
+    alg.replay = SimpleNamespace(init=replay.init, **by_hand)
     state = state_of(alg, [1.0, 2.0], [10.0, 4.0])
     rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(1, bool))
     state = state._replace(replay=replay.add_batch(state.replay, Step(*rollout)))
 
     new, metrics = alg.gradient_step(state, jax.random.PRNGKey(0), 250_000)  # half of training
 
-    ((probabilities, size, beta),) = weighed
+    ((probabilities, beta),) = weighed
     np.testing.assert_array_equal(probabilities, [0.125, 0.25, 0.5, 0])
-    assert size == replay.size(new.replay) == 10
     assert beta == pytest.approx(0.7)
     errors = td_errors_by_hand(double_q)
     np.testing.assert_array_equal(priorities[0], [*(np.abs(errors) + 0.125), 0])
@@ -194,7 +192,7 @@ def test_train_step_is_what_a_plain_loop_gives():
             replay, losses = plain.gradient_step(replay, own_key, beta)
 
         np.testing.assert_allclose(state.params, plain.params, rtol=1e-4)
-        tree = np.asarray(state.replay.tree)[:30]
+        tree = np.asarray(state.replay.tree[0])[:30]
         shares = np.zeros(30)
         shares[[index % 30 for index in plain.shares]] = list(plain.shares.values())
         np.testing.assert_allclose(tree, shares, rtol=1e-4)
@@ -218,7 +216,7 @@ def test_a_batch_of_steps_that_only_reset_changes_nothing():
     new, _, metrics = jax.jit(alg.train_step)(state, rollout, LAST, jax.random.PRNGKey(0), 32)
     np.testing.assert_array_equal(new.params, [1, 2])
     assert metrics["losses/td_loss"] == metrics["losses/q_values"] == 0
-    np.testing.assert_array_equal(new.replay.tree, 0)
+    np.testing.assert_array_equal(new.replay.tree[0], 0)
     assert new.replay.max_priority == 0
     assert int(new.num_updates) == 1
 

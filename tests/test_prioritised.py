@@ -74,26 +74,19 @@ def spread(size, seed=0):
 
 
 def assert_inner_nodes_are_sums(state, rtol):
-    """Level by level: the leaves and what is above them in `tree`, small levels in `top`."""
-    capacity = state.storage.size if hasattr(state.storage, "size") else state.storage["id"].size
-    nodes = np.float64(weights_of(state, capacity))
-    compared = {"tree": 0, "top": 0}
-    level = 0
-    while level < 2 or len(nodes) > 1:
-        name = "top" if level > 0 and len(nodes) <= buffers.TOP else "tree"
-        nodes = np.pad(nodes, (0, -len(nodes) % 4))
-        start = compared[name]
-        compared[name] += len(nodes)
-        stored = getattr(state, name)[start : compared[name]]
-        np.testing.assert_allclose(stored, nodes, rtol=rtol, atol=0)
+    """Level by level: each node is the sum of four of the level before; the rest is padding."""
+    nodes = np.float64(state.tree[0])
+    for level in state.tree[1:]:
         nodes = nodes.reshape(-1, 4).sum(axis=-1)
-        level += 1
-    assert compared == {"tree": state.tree.size, "top": state.top.size}
+        np.testing.assert_allclose(level[: len(nodes)], nodes, rtol=rtol, atol=0)
+        assert not level[len(nodes) :].any()
+        nodes = np.pad(nodes, (0, len(level) - len(nodes)))
+    assert len(state.tree[-1]) <= buffers.SMALL + 3 or len(state.tree) == 1
 
 
 def weights_of(state, capacity):
     """The weights of all positions; of a buffer with exponent 1 the priorities."""
-    return np.asarray(state.tree)[:capacity]
+    return np.asarray(state.tree[0])[:capacity]
 
 
 def priorities_of(state, capacity):
@@ -268,7 +261,7 @@ def test_bad_priorities_are_ignored_inside_jit(bad):
 
 def test_the_tree_takes_few_bytes():
     state = jax.eval_shape(buffers.prioritised_replay(10**6).init, 0)
-    assert 10**6 <= state.tree.size + state.top.size <= 5.4 * 10**6 / 4
+    assert 10**6 <= sum(level.size for level in state.tree) <= 5.4 * 10**6 / 4
 
 
 # --------------------------------------------------------------------------------- stale, new, max
@@ -441,7 +434,7 @@ def test_the_exponent_turns_priorities_into_weights(exponent):
     assert stats.chisquare(counts[is_drawn], expected[is_drawn]).pvalue > 1e-3
 
     state = replay.add(state, 6)  # with the largest priority, over the oldest item
-    assert state.tree[0] == np.float32(3.0) ** np.float32(exponent)
+    assert state.tree[0][0] == np.float32(3.0) ** np.float32(exponent)
 
 
 def test_exponents_of_numpy_are_numbers_with_64_bits_as_well():
@@ -462,7 +455,7 @@ def test_large_and_small_priorities_are_drawn(priority, exponent):
     priorities = np.full(size, priority, np.float32)
     priorities[::10] = 0
     replay, state = filled(priorities, exponent)
-    assert np.isfinite(state.tree).all()
+    assert np.isfinite(buffers.tree_total(state.tree))
     assert replay.can_sample(state)
 
     counts = count_draws(replay, state, 2**16, 256, 4)[:size]
@@ -472,7 +465,7 @@ def test_large_and_small_priorities_are_drawn(priority, exponent):
     np.testing.assert_allclose(sample.probabilities, 1 / 900, rtol=1e-5)
 
     state = replay.add_batch(state, jnp.arange(size))  # with the largest: all of them
-    assert np.isfinite(state.tree).all()
+    assert np.isfinite(buffers.tree_total(state.tree))
     assert replay.can_sample(state)
 
 
@@ -481,18 +474,18 @@ def test_large_and_small_priorities_are_drawn(priority, exponent):
 
 def test_importance_weights_are_those_by_hand():
     """(size * P) ** -beta, divided by the largest of them."""
-    weights = buffers.importance_weights(np.float32([0.1, 0.4, 0.5]), 10, 0.5)
+    weights = buffers.importance_weights(np.float32([0.1, 0.4, 0.5]), 0.5)
     np.testing.assert_allclose(weights, [1, 0.5, 5**-0.5], rtol=1e-6)
     assert weights.dtype == jnp.float32
-    weights = buffers.importance_weights(jnp.array([0.1, 0.4, 0.5]), 10, 0.0)
+    weights = buffers.importance_weights(jnp.array([0.1, 0.4, 0.5]), 0.0)
     assert weights.tolist() == [1, 1, 1]
 
 
 def test_importance_weights_are_0_where_probabilities_are():
-    weights = buffers.importance_weights(np.float32([0.2, 0.4, 0]), 10, 1)
+    weights = buffers.importance_weights(np.float32([0.2, 0.4, 0]), 1)
     np.testing.assert_allclose(weights, [1, 0.5, 0], rtol=1e-6)
-    assert buffers.importance_weights(jnp.array([0.1, 0.0]), 10, 0.0).tolist() == [1, 0]
-    assert buffers.importance_weights(jnp.zeros(2), 10, 0.5).tolist() == [0, 0]
+    assert buffers.importance_weights(jnp.array([0.1, 0.0]), 0.0).tolist() == [1, 0]
+    assert buffers.importance_weights(jnp.zeros(2), 0.5).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
@@ -503,7 +496,7 @@ def test_importance_weights_undo_the_priorities(beta):
     @jax.jit
     def weigh(state, beta):
         sample = replay.sample(state, jax.random.key(0), 64)
-        return sample, buffers.importance_weights(sample.probabilities, replay.size(state), beta)
+        return sample, buffers.importance_weights(sample.probabilities, beta)
 
     sample, weights = weigh(state, beta)
     probabilities = exact(priorities, 0.6)[np.asarray(sample.experience)]

@@ -1,0 +1,180 @@
+"""What users asked for: buffers as values, numbers that do not fit, states that are gone."""
+
+import copy
+import pickle
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_buffers import decode, encode
+
+import buffers
+
+KEY = jax.random.key(0)
+
+
+def parity(item):
+    return item["id"] % 2
+
+
+def of_four(item):
+    return item["id"] // 2 % 2
+
+
+MAKERS = {
+    "circular": partial(buffers.circular_buffer, 6),
+    "uniform": partial(buffers.uniform_replay, 6, sequence_length=2),
+    "prioritised": partial(buffers.prioritised_replay, 6, 0.5),
+    "clustered": lambda: buffers.clustered_replay(2, buffers.prioritised_replay(6), parity),
+    "nested": lambda: buffers.clustered_replay(2, MAKERS["clustered"](), of_four),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_buffers_of_the_same_settings_are_equal(kind):
+    buffer = MAKERS[kind]()
+    state = buffer.add(buffer.init(encode(0)), encode(3))  # it has compiled functions
+    for same in (MAKERS[kind](), pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
+        assert same == buffer
+        assert hash(same) == hash(buffer)
+        assert repr(same) == repr(buffer)
+        assert same.size(state) == 1
+    assert len({maker() for maker in MAKERS.values()}) == len(MAKERS)
+    assert "\n" not in repr(buffer)
+
+
+def test_a_buffer_may_be_a_static_argument():
+    traced = []
+
+    @partial(jax.jit, static_argnums=0)
+    def size(buffer, state):
+        traced.append(buffer)
+        return buffer.size(state)
+
+    state = MAKERS["uniform"]().init(encode(0))
+    assert size(MAKERS["uniform"](), state) == size(MAKERS["uniform"](), state) == 0
+    assert len(traced) == 1
+
+
+def test_clusters_may_be_clustered():
+    """Each of four kinds keeps its newest, is drawn alike, and is found by its index."""
+    replay = MAKERS["nested"]()
+    state = replay.add_batch(replay.init(encode(0)), encode(np.arange(40)))
+    assert replay.max_size == replay.size(state) == 24
+    sample = replay.sample(state, KEY, 2_048)
+    drawn = decode(sample.experience)
+    assert set(drawn.tolist()) == set(range(16, 40))
+    np.testing.assert_allclose(sample.probabilities, 1 / 24, rtol=1e-6)
+    np.testing.assert_array_equal(decode(replay.get(state, sample.indices)), drawn)
+    indices, is_held = replay.indices(state)
+    assert is_held.all()
+    assert sorted(decode(replay.get(state, indices))) == list(range(16, 40))
+
+    drawn = decode(replay.get(state, indices))
+    state = replay.set_priorities(state, indices, np.where(drawn == 33, 1.0, 0.0))
+    assert set(decode(replay.sample(state, KEY, 64).experience).tolist()) == {33}
+
+
+@pytest.mark.parametrize(
+    ("max_size", "num_envs", "length", "period", "held"),
+    [(33, None, 4, 4, 32), (33, None, None, 4, 32), (104, 8, 3, 3, 96), (32, None, 4, 4, 32)],
+)
+def test_max_size_is_rounded_down_to_the_period(max_size, num_envs, length, period, held):
+    sizes = {"num_envs": num_envs, "sequence_length": length, "period": period}
+    replay = buffers.uniform_replay(max_size, **sizes)
+    assert replay.max_size == held
+    assert replay == buffers.uniform_replay(held, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [("uniform", "prioritised"), ("prioritised", "uniform"), ("clustered", "prioritised")],
+)
+def test_a_state_of_another_kind_is_an_error(kind, other):
+    buffer, state = MAKERS[kind](), MAKERS[other]().init(encode(0))
+    for call in (buffer.add, buffer.add_batch):
+        with pytest.raises(ValueError, match="the state was made by another buffer's init: it "):
+            call(state, encode(0) if call == buffer.add else encode([0]))
+
+
+@pytest.mark.parametrize(
+    ("slot", "number"),
+    [
+        (np.uint8(0), 300),
+        (np.uint8(0), -1),
+        (np.int32(0), 2**40 + 5),
+        (np.int32(0), np.int64(2**40 + 5)),
+        (np.float32(0), 1e300),
+        (np.float32(0), np.float64(-1e300)),
+    ],
+    ids=repr,
+)
+def test_a_number_that_does_not_fit_is_an_error(slot, number):
+    buffer = buffers.circular_buffer(3)
+    state = buffer.init({"x": slot})
+    message = rf"add: leaf \['x'\] is .*, but {slot.dtype} holds .* to "
+    with pytest.raises(ValueError, match=message):
+        buffer.add(state, {"x": number})
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda state: buffer.add(state, {"x": number}))(state)
+    state = buffer.add(state, {"x": slot})
+    if isinstance(number, int):
+        with pytest.raises(ValueError, match="update: fn's result: leaf .* holds "):
+            buffer.update(state, lambda item: {"x": number})
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan, 3, 1.5, np.float32(2)], ids=repr)
+def test_a_number_that_fits_is_stored(number):
+    buffer = buffers.circular_buffer(3)
+    state = buffer.add(buffer.init(0.0), number)
+    np.testing.assert_array_equal(buffer.get(state, 0), np.float32(number))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_state_that_was_given_away_says_what_to_do(kind):
+    buffer = MAKERS[kind]()
+    state = buffer.add_batch(buffer.init(encode(0)), encode([1, 2, 3]))
+    buffer.add(state, encode(4))
+    calls = [
+        lambda: buffer.add(state, encode(5)),
+        lambda: buffer.update(state, lambda item: item),
+        lambda: buffer.get(state, [0]),
+        lambda: buffer.size(state),
+    ]
+    if kind == "circular":
+        calls += [lambda: buffer.pop(state, 1), lambda: buffer.can_pop(state, 1)]
+    else:
+        calls += [lambda: buffer.sample(state, KEY, 2), lambda: buffer.can_sample(state)]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"donated .* state = buffer.add\(.*donate=False"):
+            call()
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_more_items_than_a_buffer_holds_can_never_be_sampled(jit):
+    replay = buffers.uniform_replay(6)
+    state = replay.init(encode(0))
+    assert not jit(lambda state: replay.can_sample(state, 6))(state)
+    with pytest.raises(ValueError, match="min_size must be at most max_size = 6, .*, got 7"):
+        jit(lambda state: replay.can_sample(state, 7))(state)
+
+
+def test_flags_of_a_return_may_be_floats():
+    reward = jnp.ones((2, 3))
+    terminated = np.float32([[0, 1, 0], [0, 0, 0]])
+    truncated = np.float64([[0, 0, 0], [1, 0, 0]])
+    as_floats = buffers.n_step_return(reward, terminated, truncated, 0.5)
+    as_bools = buffers.n_step_return(reward, terminated > 0, truncated > 0, 0.5)
+    for one, other in zip(as_floats, as_bools, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert as_floats[2].tolist() == [2, 1]
+
+
+def test_a_return_of_one_window_without_an_axis_is_an_error():
+    flags = jnp.zeros(5, bool)
+    with pytest.raises(ValueError, match=r"must be \[B, n\], got .*\(5,\).* give \[None\]"):
+        buffers.n_step_return(jnp.ones(5), flags, flags, 0.9)
+    with pytest.raises(ValueError, match=r"must be \[B, n\], got"):
+        buffers.n_step_return(jnp.ones((2, 5)), flags[None], flags[None], 0.9)
