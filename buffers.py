@@ -32,8 +32,9 @@ What is stored, and what it is called. A ring with N = 3 environments and T = 4 
   position  the place of an item in storage [T * N, ...], and of its weight: index % (T * N).
   modulus   rows count modulo this multiple of T, so that no index overflows int32.
   window    W consecutive rows of one environment (sequence_length), named by its first item.
-  cluster   one of the K rings of a clustered buffer. Their storage is one array [K * T, N, ...], and
-            an index is (index in the ring) * K + cluster.
+  cluster   one of the K rings of a clustered buffer. Their storage is one array [K * T, N, ...],
+            and an index is (index in the ring) * K + cluster.
+  counters  a state whose storage is left out.
 
 Other shape letters: L rows added, B items drawn.
 
@@ -47,6 +48,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from copy import copy
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial, wraps
 from types import MethodType
@@ -85,7 +87,7 @@ class PrioritisedState(NamedTuple):
     storage: PyTree = ()  # leaves [T, N, ...]
     cursor: Any = np.int32(0)  # []
     size: Any = np.int32(0)  # []
-    tree: Any = ()  # levels of a sum tree, see `tree_init`; the first has the weight of each position
+    tree: Any = ()  # levels of a sum tree of the weights of all positions, see `tree_init`
     max_priority: Any = np.float32(0)  # [] the largest ever set; 0 before the first
 
 
@@ -97,7 +99,7 @@ class Sample(NamedTuple):
     probabilities: Array  # [B] float32, of each draw; 0 where there was nothing to draw
 
 
-# ---------------------------------------------------------------------------------- compiled methods
+# --------------------------------------------------------------------------------- compiled methods
 def _explains_donation(function: Callable, check: Callable | None = None) -> Callable:
     """`function`, called after `check`. The error for a state that was used up says so."""
 
@@ -175,9 +177,8 @@ class Buffer:
     """The methods of every buffer. Its `num_slots` rows are stored in arrays [num_slots, N, ...].
 
     A buffer is equal to another one of the same settings, can be pickled, and can be a static
-    argument of `jax.jit`. Subclasses say which rows are where, by methods of their counters: a state
-    whose storage is left out. If these are of several rings, with axes in front, `ring` [B] is the
-    number of the ring that is meant.
+    argument of `jax.jit`. Subclasses say which rows are where, by methods of the counters. If these
+    are of several rings, with axes in front, `ring` [B] is the number of the ring that is meant.
 
       _empty()                  the counters of a buffer without items
       _advance(counters, rows, mask) -> (counters, slots)
@@ -202,9 +203,9 @@ class Buffer:
     state_type: type = RingState
     gone = "an index is not in the buffer (any more)"
 
-    def __reduce__(self) -> tuple:
-        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return partial(type(self), **settings), ()
+    def __getstate__(self) -> dict:
+        """What is pickled and copied: the settings, without the compiled methods."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     @_compiled()
     def init(self, item: PyTree) -> State:
@@ -341,9 +342,9 @@ class Replay(Buffer):
       _num_starts(counters)     at how many rows a window that is held starts
       _can_draw(counters)       whether there is anything to draw
       _all_indices(counters)    of `indices`, [max_size]
+      _set(counters, indices, priorities)
+                                the counters after `set_priorities`, if the buffer has it
     """
-
-    set_priorities: Any = None  # (state, indices, priorities) -> state; None if not prioritised
 
     def sample(self, state: State, key: Array, batch_size: int) -> Sample:
         """Draws `batch_size`, which is static, with replacement. With nothing to draw: ValueError;
@@ -368,7 +369,6 @@ class Replay(Buffer):
     @_compiled(donates=True, static="count")
     def _add_and_sample(self, state: State, items: PyTree, key: Array, count: int) -> Any:
         state = self.add_batch(state, items)
-        key = _key_after(key, state.size, state)
         return state, self._sample(state, key, count)
 
     def can_sample(self, state: State, min_size: Any = 1) -> Array:
@@ -397,6 +397,32 @@ class Replay(Buffer):
         _check_state(self, state)
         indices = self._all_indices(state._replace(storage=()))
         return indices, indices >= 0
+
+    def set_priorities(self, state: State, indices: Any, priorities: Any) -> State:
+        """The state with `priorities` [B] of the items, or of the windows that start, at `indices`
+        [B]: before the exponent, such as abs(TD error) + epsilon. Indices that were overwritten, or
+        where no window begins, are ignored; one that is given twice gets one of its priorities.
+        Negative, infinite or NaN: ValueError; inside jit that row is ignored.
+        """
+        indices = _as_indices("set_priorities", indices)
+        if not isinstance(priorities, Array):
+            priorities = np.asarray(priorities, np.float32)
+        if priorities.shape != indices.shape or indices.ndim > 1:
+            shapes = f"got {indices.shape} and {priorities.shape}"
+            raise ValueError(f"set_priorities: indices and priorities must both be [B], {shapes}")
+        if _is_checked(self, priorities):
+            numpy = jnp if self.debug else np
+            given = numpy.asarray(priorities)
+            ok = (given >= 0) & (given < np.inf)
+            _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
+        # Without the storage, which does not change: to pass an array costs a microsecond.
+        new = self._set_priorities(state._replace(storage=()), indices, priorities)
+        return new._replace(storage=state.storage)
+
+    @_compiled(donates=True)
+    def _set_priorities(self, state: State, indices: Array, priorities: Array) -> State:
+        _check_state(self, state)
+        return self._set(state, indices, priorities.astype(float32))
 
     @_explains_donation
     def _check_drawable(self, name: str, state: State, items: PyTree = None) -> None:
@@ -467,7 +493,7 @@ class Ring(Buffer):
         return counters._replace(cursor=cursor, size=size), jnp.where(is_kept, slot, past_end)
 
     def _position(self, indices: Array) -> Array:
-        return _mod(indices, self.max_size)
+        return indices % self.max_size
 
     def _is_stored(self, counters: State, indices: Array, window: int, ring: Any = 0) -> Array:
         exists = (indices >= 0) & (indices < self.modulus * self.envs)
@@ -567,7 +593,6 @@ class UniformReplay(Ring, Replay):
       donate: whether functions that return a state work in place and use up the one they are given.
         False keeps old states alive, at the cost of copying the storage each call.
       debug: whether mistakes in values, inside jit, are errors under checkify.
-      rings: not for users: a clustered buffer says here how many rings share the indices.
 
     Raises TypeError or ValueError for sizes that are not ints of at least 1, and for a `max_size`
     over 2**29, too small for a window, or not a multiple of num_envs.
@@ -580,7 +605,9 @@ class UniformReplay(Ring, Replay):
     period: int = 1
     donate: bool = True
     debug: bool = False
-    rings: int = dataclasses.field(default=1, repr=False)
+    rings: int = dataclasses.field(default=1, init=False, repr=False)  # that share the indices
+
+    set_priorities = None  # type: ignore[assignment]
 
     def _num_starts(self, counters: State) -> Array:
         return self._starts(counters.cursor, counters.size)[0]
@@ -646,7 +673,6 @@ def tree_draw(levels: tuple, key: Array, count: int, tree: Any = 0) -> tuple[Arr
     weight is above 0. Levels may have axes in front: `tree` [B] is then the number of each draw's.
     """
     levels = _with_small_levels(levels)
-    key = _key_after(key, levels[-1], levels[-1])
     numbers = -(-len(levels) // LEVELS_PER_DRAW)
     uniform = jax.random.uniform(key, (numbers, count))
     fraction = (jnp.arange(count, dtype=float32) + uniform[0]) / count
@@ -656,7 +682,8 @@ def tree_draw(levels: tuple, key: Array, count: int, tree: Any = 0) -> tuple[Arr
             fraction = uniform[depth // LEVELS_PER_DRAW]
         first = jnp.asarray(tree).astype(uint32) * (level.shape[-1] // 4)
         children = _gather(level.reshape(-1, 4), first + node)
-        total = _sum(children) if depth == 0 else total
+        if depth == 0:
+            total = _sum(children)
         child, weight, fraction = _choose_child(children, fraction)
         node = _computed_once(4 * node + child)
     return node.astype(int32), weight / jnp.where(total > 0, total, 1)
@@ -717,6 +744,7 @@ class PrioritisedReplay(UniformReplay):
     priority_exponent: float = 0.6
 
     state_type = PrioritisedState
+    set_priorities = Replay.set_priorities  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -725,38 +753,12 @@ class PrioritisedReplay(UniformReplay):
             raise ValueError(f"priority_exponent must be 0 or more, got {exponent}")
         object.__setattr__(self, "priority_exponent", exponent)
 
-    def set_priorities(self, state: State, indices: Any, priorities: Any) -> State:
-        """The state with `priorities` [B] of the items, or of the windows that start, at `indices`
-        [B]: before the exponent, such as abs(TD error) + epsilon. Indices that were overwritten, or
-        where no window begins, are ignored; one that is given twice gets one of its priorities.
-        Negative, infinite or NaN: ValueError; inside jit that row is ignored.
-        """
-        indices = _as_indices("set_priorities", indices)
-        if not isinstance(priorities, Array):
-            priorities = np.asarray(priorities, np.float32)
-        if priorities.shape != indices.shape or indices.ndim > 1:
-            shapes = f"got {indices.shape} and {priorities.shape}"
-            raise ValueError(f"set_priorities: indices and priorities must both be [B], {shapes}")
-        if _is_checked(self, priorities):
-            numpy = jnp if self.debug else np
-            given = numpy.asarray(priorities)
-            ok = (given >= 0) & (given < np.inf)
-            _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
-        # Without the storage, which does not change: to pass an array costs a microsecond.
-        new = self._set_priorities(state._replace(storage=()), indices, priorities)
-        return new._replace(storage=state.storage)
-
-    @_compiled(donates=True)
-    def _set_priorities(self, state: State, indices: Array, priorities: Array) -> State:
-        _check_state(self, state)
-        return self._set(state, indices, priorities.astype(float32))
-
     def _set(self, counters: State, indices: Array, priorities: Array) -> State:
         is_start = indices // self.envs % self.period == 0
         is_priority = (priorities >= 0) & (priorities < jnp.inf)
         valid = self._is_stored(counters, indices, self.window) & is_start & is_priority
         weights = self._weights(priorities)
-        tree = tree_set(counters.tree, _mod(indices, self.max_size), weights, valid)
+        tree = tree_set(counters.tree, indices % self.max_size, weights, valid)
         largest = jnp.max(jnp.where(valid, priorities, 0), initial=0)
         return counters._replace(
             tree=tree, max_priority=jnp.maximum(counters.max_priority, largest)
@@ -821,7 +823,7 @@ class ClusteredReplay(Replay):
       distribution_power: a cluster is drawn in proportion to the number of items that a draw may
         start at, to this power, from -4 to 4: 0 draws all clusters alike that have any, 1 as one
         uniform buffer.
-      donate, debug, rings: as in `uniform_replay`.
+      donate, debug: as in `uniform_replay`.
 
     Raises TypeError or ValueError if an argument is none of these, `cluster_buffer` has a
     `sequence_length` above 1, or all clusters together hold more than 2**29 items.
@@ -834,7 +836,7 @@ class ClusteredReplay(Replay):
     _: KW_ONLY
     donate: bool = True
     debug: bool = False
-    rings: int = dataclasses.field(default=1, repr=False)
+    rings: int = dataclasses.field(default=1, init=False, repr=False)  # that share the indices
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_clusters", _positive("num_clusters", self.num_clusters))
@@ -847,8 +849,9 @@ class ClusteredReplay(Replay):
     @cached_property
     def ring(self) -> Any:
         """The buffer of one cluster, whose indices leave room for those of the others."""
-        rings = self.rings * self.num_clusters
-        return dataclasses.replace(self.cluster_buffer, rings=rings)  # type: ignore[type-var]
+        ring = copy(self.cluster_buffer)
+        object.__setattr__(ring, "rings", self.rings * self.num_clusters)
+        return ring
 
     envs = property(lambda self: self.ring.envs)
     window = property(lambda self: self.ring.window)
@@ -861,13 +864,9 @@ class ClusteredReplay(Replay):
     state_type = property(lambda self: self.ring.state_type)
 
     @property
-    def set_priorities(self) -> Any:
+    def set_priorities(self) -> Any:  # type: ignore[override]
         """As that of `cluster_buffer`; None if it has none."""
-        if self.ring.set_priorities is None:
-            return None
-        return MethodType(PrioritisedReplay.set_priorities, self)
-
-    _set_priorities = PrioritisedReplay.__dict__["_set_priorities"]
+        return super().set_priorities if self.ring.set_priorities else None
 
     def _empty(self) -> State:
         lead = (self.num_clusters,)
@@ -875,7 +874,7 @@ class ClusteredReplay(Replay):
 
     def _split(self, indices: Array) -> tuple[Array, Array]:
         """Of each index that in its ring, and the cluster."""
-        return indices // self.num_clusters, _mod(indices, self.num_clusters)
+        return indices // self.num_clusters, indices % self.num_clusters
 
     def _members(self, cluster: Array) -> Array:
         """[K, B], whether each of `cluster` [B] is that one."""
@@ -927,7 +926,6 @@ class ClusteredReplay(Replay):
         total = sums[:, -1]
         target = total * (1 - jax.random.uniform(cluster_key, (count,)))  # above 0
         cluster = jnp.sum(sums < target[:, None], axis=1, dtype=int32)  # the first that reaches it
-        key = _key_after(key, cluster, cluster)
         cluster_probability = weights[jnp.arange(count), cluster] / jnp.maximum(total, TINY)
         indices, probabilities = self.ring._draw(
             counters, key, count, ring * self.num_clusters + cluster
@@ -1137,11 +1135,6 @@ def _check_state(buffer: Buffer, state: State) -> None:
         given = leaf.shape[:2]
         if given != expected or state.size.ndim < buffer.cluster_axes:
             raise ValueError(f"{another} holds [rows, environments] {given} and not {expected}")
-        if any(jax.typeof(leaf).sharding.spec):
-            raise ValueError(
-                "the storage is sharded over Explicit axes: make the mesh with "
-                "axis_types=(jax.sharding.AxisType.Auto,), one for each axis"
-            )
 
 
 def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: str) -> None:
@@ -1219,38 +1212,14 @@ def _map_items(fn: Callable, state: State, *args: PyTree) -> PyTree:
     return jax.vmap(checked)(*args)
 
 
-def _mod(x: Array, y: int) -> Array:
-    return x % y
-
-
 def _computed_once(i: Array) -> Array:
     """`i`, below 2**31 - 1, which XLA would compute anew for each of its uses."""
     return lax.rem(i, np.uint32(2**31 - 1))
 
 
 def _gather(x: Array, i: Array) -> Array:
-    """x[i] for `i` [B, ...] in range. XLA divides it among threads if x is of 512 KiB or more."""
-    i = i.astype(uint32)
-    bytes_read = i.size * x.nbytes // len(x)
-    is_divided = x.nbytes >= 2**18 > bytes_read
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if i.ndim == 0 or len(i) < 2 or is_key or not is_divided:
-        return _take(x, i)
-    return lax.platform_dependent(x, i, cpu=_take_in_one_thread, default=_take)
-
-
-def _take(x: Array, i: Array) -> Array:
+    """x[i] for `i` [B, ...] in range."""
     return x.at[i].get(mode="promise_in_bounds")
-
-
-def _take_in_one_thread(x: Array, i: Array) -> Array:
-    """What is written to a part of an array is not divided."""
-    i = _computed_once(i)
-    zero = (i.ravel()[0] >> 31).astype(int32)  # which XLA does not know
-    half = len(i) // 2
-    out = jnp.broadcast_to(zero.astype(x.dtype), i.shape + x.shape[1:])
-    out = lax.dynamic_update_slice_in_dim(out, _take(x, i[:half]), zero, 0)
-    return lax.dynamic_update_slice_in_dim(out, _take(x, i[half:]), zero + half, 0)
 
 
 def _put(i: Array, x: Array, rows: Array) -> Array:
@@ -1265,14 +1234,6 @@ def _put_one(i: Array, x: Array, row: Array) -> Array:
     """x.at[i].set(row) for `i` [1] in range, as a slice."""
     row = jnp.where(True, row, x[:1])  # on the mesh of x, which Explicit axes ask for
     return lax.dynamic_update_slice_in_dim(x, row, i[0], 0)
-
-
-def _key_after(key: Array, count: Array, arrays: PyTree) -> Array:
-    """`key`, once the arrays are there, `count` never negative: else XLA wakes a thread for it."""
-    flat = [x.ravel() for x in tree_leaves(arrays)]
-    ends = [x[:1] != x[-1:] for x in flat]
-    never = (count.ravel()[0] < 0) & jnp.concatenate(ends).any()
-    return jnp.stack([key, key])[never.astype(int32)]
 
 
 def _random_below(bound: Array, bits: Array) -> Array:
