@@ -92,6 +92,7 @@ class Vault:
         {name of a leaf: array}.
       about: what JSON takes, such as {"env_id": "CartPole-v1"}. Kept unless the vault has its own.
       create: if False, no vault is made: FileNotFoundError for a folder without one.
+      compression: zstd's level in a new vault, from 1 (fast) to 22 (small).
 
     Attributes: `about` is what the vault keeps, `num_envs` as given, or without an item as stored.
     ValueError if it holds other items or was damaged; TypeError for typed keys. Linux and macOS.
@@ -105,6 +106,7 @@ class Vault:
         *,
         about: Any = None,
         create: bool = True,
+        compression: int = 1,
     ) -> None:
         if "key<" in str(describe(item)):
             raise TypeError("the item has a typed key: store what jax.random.key_data gives for it")
@@ -122,12 +124,14 @@ class Vault:
         self.files = ts.KvStore.open(folder, context=ts.Context(CONTEXT)).result()
         has_arrays = any(path.is_dir() for path in self.path.iterdir())
         if not self.file.exists() and not has_arrays:
-            self._save({"leaves": leaves, "num_envs": num_envs, "about": about, "rows": 0})
+            about_arrays = {"leaves": leaves, "num_envs": num_envs, "compression": compression}
+            self._save(about_arrays | {"about": about, "rows": 0})
         stored = self._load()
         self.leaves = stored["leaves"]
         if item is not None and leaves != self.leaves:
             raise ValueError(f"{self.path} holds {self.leaves}, not {leaves}")
-        self.arrays = {name: self._open(name, leaf) for name, leaf in self.leaves.items()}
+        level = stored["compression"]
+        self.arrays = {name: self._open(name, leaf, level) for name, leaf in self.leaves.items()}
         if item is None:
             envs = next(iter(self.arrays.values())).shape[1]
             num_envs = stored.get("num_envs", envs)  # a vault of version 0.1 may not say
@@ -139,14 +143,14 @@ class Vault:
         self.env = 0 if num_envs is None else slice(None)
         self.lock: Any = None  # opened by the first write, which a reader has no right to
 
-    def _open(self, name: str, described: str) -> Any:
+    def _open(self, name: str, described: str, level: int) -> Any:
         """The array [rows, N, ...] of a leaf; its length is one that no run reaches."""
         dtype, _, shape = described.removesuffix("]").partition("[")
         row = np.zeros(json.loads(f"[{shape}]"), dtype)
         fitting = CHUNK_BYTES // max(row.nbytes, 1)
         rows = min(fitting, CHUNK_ROWS)
         chunk = [max(size, 1) for size in (rows, *row.shape)]
-        codecs = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
+        codecs = [{"name": "zstd", "configuration": {"level": level}}, {"name": "crc32c"}]
         grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
         spec = {
             "driver": "zarr3",
@@ -164,11 +168,11 @@ class Vault:
         return self._load()["rows"]
 
     def _load(self) -> dict:
-        """What vault.json says. `begin` is how many rows of the run came before row 0."""
+        """What vault.json says. Row 0 would be row `begin` of the run that is written last."""
         text, _, checksum = self.file.read_bytes().rpartition(b"\n")
         if checksum != b"%08x" % zlib.crc32(text):
             raise ValueError(f"{self.file} was damaged: its checksum is another")
-        return {"about": {}, "begin": 0} | json.loads(text)
+        return {"about": {}, "begin": 0, "compression": 1} | json.loads(text)
 
     def _save(self, stored: dict) -> None:
         """Writes vault.json; if it is killed, wholly or not at all."""
@@ -191,7 +195,7 @@ class Vault:
         reads = {name: array[start:stop].read() for name, array in self.arrays.items()}
         return {name: read.result() for name, read in reads.items()}
 
-    def write(self, state: Any, *, begin_late: bool = False) -> int:
+    def write(self, state: Any, *, begin_late: bool = False, new_run: bool = False) -> int:
         """Appends the rows that `state` has and the vault has not; returns how many.
 
         `state` is that of a `uniform_replay`, `prioritised_replay` or `circular_buffer`; TypeError
@@ -201,7 +205,8 @@ class Vault:
         resume changes). BlockingIOError while another process writes; PermissionError without the
         right to write; OSError if the disk is full.
 
-        With `begin_late` the first write may miss rows: the oldest one held is then row 0.
+        With `begin_late` the first write may miss rows: the oldest one held is then row 0. With
+        `new_run` the state is of another run, whose rows are appended, from the oldest one held.
         """
         ring, envs = ring_of(state)
         given = describe(state.storage, state.cursor.ndim + 1)
@@ -210,9 +215,10 @@ class Vault:
         self._keep_others_out()
         stored = self._load()
         modulus = cursor_modulus(ring, envs)
-        if begin_late and stored["rows"] == 0:
-            stored["begin"] = (state.cursor.item() - state.size.item()) % modulus
-        known, new = self._new_rows(state, stored, modulus)
+        if new_run or (begin_late and stored["rows"] == 0):
+            oldest = state.cursor.item() - state.size.item()
+            stored["begin"] = (oldest - stored["rows"]) % modulus
+        known, new = self._new_rows(state, stored, ring, modulus)
         older = state.size.item() - new
         same = min(COMPARED, older, known)
         leaves = tree_leaves(newest(state, ring, same + new))
@@ -248,7 +254,7 @@ class Vault:
             for left_over in self.path.rglob("*.__lock"):  # by writers that were killed
                 left_over.unlink()
 
-    def _new_rows(self, state: Any, stored: dict, modulus: int) -> tuple[int, int]:
+    def _new_rows(self, state: Any, stored: dict, ring: int, modulus: int) -> tuple[int, int]:
         """How many rows of the vault the state's run has written, and how many it has since."""
         rows = stored["rows"]
         held = state.size.item()
@@ -257,8 +263,9 @@ class Vault:
             ahead -= modulus
         gone = ahead - held
         if gone > 0:
+            when = f"write before a pop, and before more than {ring} are added"
             hint = "" if rows else "; begin_late=True begins with the oldest one that is held"
-            raise ValueError(f"{gone} rows are gone: write before {held + 1} more are added{hint}")
+            raise ValueError(f"{gone} rows were overwritten or popped unwritten: {when}{hint}")
         if rows + ahead < 0:
             raise ValueError(f"{self.path} begins with later rows than these: take a new path")
         return rows + min(ahead, 0), max(ahead, 0)
@@ -270,5 +277,9 @@ class Vault:
         stored = bytes_of(self._read(known - same, known), same)
         given = bytes_of(items, same)
         if not any(map(operator.eq, stored, given)):
-            hint = "take a new path for a new run; after a resume write the restored state first"
-            raise ValueError(f"{self.path} has {rows} rows of another run: {hint}")
+            raise ValueError(
+                f"{self.path} has {rows} rows, but other ones than this state where both have some. "
+                "A new run: take a new path, or write(state, new_run=True) appends it. A resumed "
+                "run: write the restored state first. After `update`: what was written stays as it "
+                "was, so write a buffer before you update it, or to a new path"
+            )

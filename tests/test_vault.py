@@ -104,7 +104,8 @@ def test_an_item_that_was_added_and_popped_between_two_writes_is_gone(tmp_path):
     vault.write(state)
     state = queue.add(state, ITEM)
     state, _ = queue.pop(state, 8)
-    with pytest.raises(ValueError, match="1 rows are gone: write before 1 more are added"):
+    message = "1 rows were overwritten or popped unwritten: write before a pop"
+    with pytest.raises(ValueError, match=message):
         vault.write(state)
 
 
@@ -114,7 +115,8 @@ def test_rows_that_were_overwritten_are_an_error_that_counts_them(tmp_path):
     vault.write(state)
     for i in range(4, 17):
         state = replay.add(state, row(i))
-    with pytest.raises(ValueError, match="3 rows are gone: write before 11 more are added"):
+    message = "3 rows were .* unwritten: .* before more than 10 are added"
+    with pytest.raises(ValueError, match=message):
         vault.write(state)
     assert_holds(vault, 0, 4)
     assert len(vault) == 4
@@ -144,13 +146,62 @@ def test_another_run_is_an_error(tmp_path):
     new = Vault(tmp_path, ITEM, num_envs=2)
     for count in (0, 3, 8, 9):
         other = replay.add_batch(replay.init(ITEM), rows_of_another_run(0, count))
-        with pytest.raises(ValueError, match="8 rows of another run: take a new path"):
+        message = r"has 8 rows, but other ones.*: take a new path, or write\(state, new_run=True\)"
+        with pytest.raises(ValueError, match=message):
             new.write(other)
     other = replay.add_batch(replay.init(ITEM), rows_of_another_run(0, 8))
     longer = replay.add_batch(other, rows(8, 10))
-    with pytest.raises(ValueError, match="after a resume write the restored state first"):
+    with pytest.raises(ValueError, match="A resumed run: write the restored state first"):
         new.write(longer)
     assert_holds(new, 0, 8)
+
+
+def test_another_run_is_appended_if_that_is_said(tmp_path):
+    """It goes on, and is resumed, behind the rows of the first one, with a ring of another size."""
+    replay, vault = replay_and_vault(tmp_path)
+    vault.write(replay.add_batch(replay.init(ITEM), rows(0, 8)))
+    del vault
+
+    larger = buffers.uniform_replay(28, num_envs=2)
+    again = Vault(tmp_path, ITEM, num_envs=2)
+    checkpoint = larger.add_batch(larger.init(ITEM), rows(8, 11))
+    assert again.write(checkpoint, new_run=True) == 3
+    state = larger.add_batch(copied(checkpoint), rows_of_another_run(11, 20))
+    assert again.write(state) == 9
+    assert len(again) == 20
+    assert again.write(checkpoint) == 0  # a resume from it
+    assert again.write(larger.add_batch(checkpoint, rows(11, 24))) == 13
+    assert_holds(again, 0, 24)
+    first = replay.add_batch(replay.init(ITEM), rows(0, 8))
+    with pytest.raises(ValueError, match="has 24 rows, but other ones than this state"):
+        again.write(first)
+
+
+def test_rows_that_were_updated_after_they_were_written_are_an_error(tmp_path):
+    replay, vault = replay_and_vault(tmp_path)
+    state = replay.add_batch(replay.init(ITEM), rows(0, 8))
+    vault.write(state)
+    state = replay.update(state, lambda item: item | {"count": item["count"] + 1})
+    with pytest.raises(ValueError, match="After `update`: .* write a buffer before you update it"):
+        vault.write(state)
+    assert_holds(vault, 0, 8)
+
+
+def test_a_vault_may_be_compressed_more(tmp_path):
+    """By the level that it was made with, however it is opened later."""
+    replay = buffers.uniform_replay(40_000)
+    item = {"x": np.float32(0)}
+    noise = np.random.default_rng(0).normal(size=40_000).round(1).astype(np.float32)
+    state = replay.add_batch(replay.init(item), {"x": noise})
+    sizes = []
+    for level in (1, 19):
+        path = tmp_path / str(level)
+        Vault(path, item, compression=level)
+        vault = Vault(path)
+        vault.write(state)
+        np.testing.assert_array_equal(vault.read(0, 40_000)["x"], noise)
+        sizes.append(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+    assert sizes[1] < 0.9 * sizes[0]
 
 
 def reward_and_flag(reward):
@@ -169,7 +220,7 @@ def test_a_resume_changes_flags_of_the_last_rows_and_it_is_the_same_run(tmp_path
 
     # With other rewards it is another run.
     other = replay.add_batch(replay.init(item), reward_and_flag(reward[:count] + 1))
-    with pytest.raises(ValueError, match=f"{count} rows of another run"):
+    with pytest.raises(ValueError, match=f"has {count} rows, but other ones"):
         vault.write(other)
     assert vault.write(state) == 0
 
@@ -191,7 +242,7 @@ def test_rows_of_flags_alone_are_compared(tmp_path):
     vault = Vault(tmp_path, True)
     vault.write(replay.add_batch(replay.init(True), np.ones(3, bool)))
     other = replay.add_batch(replay.init(True), np.zeros(3, bool))
-    with pytest.raises(ValueError, match="3 rows of another run"):
+    with pytest.raises(ValueError, match="has 3 rows, but other ones"):
         vault.write(other)
 
 
@@ -394,7 +445,7 @@ def test_a_ring_that_has_gone_round_is_written_only_if_that_is_said(tmp_path):
     replay, vault = replay_and_vault(tmp_path)
     state = replay.add_batch(replay.init(ITEM), rows(0, 9))
     state = replay.add_batch(state, rows(9, 17))
-    with pytest.raises(ValueError, match=r"7 rows are gone: .*; begin_late=True begins with the"):
+    with pytest.raises(ValueError, match=r"7 rows were .*; begin_late=True begins with the"):
         vault.write(state)
     assert len(vault) == 0
     assert vault.write(state, begin_late=True) == 10
@@ -421,7 +472,7 @@ def test_one_that_began_late_goes_on_as_any_other(tmp_path):
     np.testing.assert_array_equal(again.read(0, 23)["count"], rows(7, 30)["count"])
 
     state = replay.add_batch(state, rows(30, 42))
-    with pytest.raises(ValueError, match=r"2 rows are gone: write before 11 more are added$"):
+    with pytest.raises(ValueError, match=r"2 rows were .* before more than 10 are added$"):
         again.write(state, begin_late=True)
 
 
