@@ -151,7 +151,7 @@ def _check_numbers(state: State, item: PyTree, name: str = "add") -> None:
     leaves = tree_leaves(item)
     if not any(isinstance(leaf, NUMBERS) for leaf in leaves):
         return
-    if tree_structure(item) != tree_structure(state.storage):
+    if tree_structure(item) != tree_structure(state.storage):  # type: ignore[operator]
         return  # which `_check_items` explains
     for leaf, (path, slots) in zip(leaves, tree_leaves_with_path(state.storage), strict=True):
         limits = _limits(slots.dtype)
@@ -177,18 +177,7 @@ class Buffer:
     """The methods of every buffer. Its `num_slots` rows are stored in arrays [num_slots, N, ...].
 
     A buffer is equal to another one of the same settings, can be pickled, and can be a static
-    argument of `jax.jit`. Subclasses say which rows are where, by methods of the counters. If these
-    are of several rings, with axes in front, `ring` [B] is the number of the ring that is meant.
-
-      _empty()                  the counters of a buffer without items
-      _advance(counters, rows, mask) -> (counters, slots)
-                                the counters after `rows` [L, N, ...], and the slot [L] of each row.
-                                Rows that are masked, or that newer ones of the same batch would
-                                overwrite, get slots past the end, all different: not written.
-      _position(indices)        where the item of each index is in storage [num_slots * N, ...]
-      _is_stored(counters, indices, window, ring=0)
-                                whether the `window` rows from each index are stored
-      _size(counters)           items held
+    argument of `jax.jit`.
     """
 
     donate: bool
@@ -200,8 +189,18 @@ class Buffer:
     has_env_axis: bool  # whether `num_envs` was given: `add` takes steps [N, ...]
     has_time_axis: bool  # whether `sequence_length` was given: samples are [B, W, ...]
     cluster_axes = 0  # that the counters have
-    state_type: type = RingState
+    state_type: Any = RingState
     gone = "an index is not in the buffer (any more)"
+
+    # What subclasses define. Counters of several rings have axes in front; `ring` [B] is then the
+    # number of the one that is meant.
+    _empty: Any  # () -> the counters of a buffer without items
+    # (counters, rows [L, N, ...], mask) -> the counters after these rows, and the slot [L] of each.
+    # A row that is masked, or that a newer one would overwrite, gets a slot past the end.
+    _advance: Any
+    _position: Any  # (indices) -> where the item of each is in storage [num_slots * N, ...]
+    _is_stored: Any  # (counters, indices, window, ring=0) -> whether that many rows from each are
+    _size: Any  # (counters) -> items held
 
     def __getstate__(self) -> dict:
         """What is pickled and copied: the settings, without the compiled methods."""
@@ -335,16 +334,16 @@ class Replay(Buffer):
     """A buffer that is drawn from: `uniform_replay`, `prioritised_replay`, `clustered_replay`.
 
     `size` and `can_sample` also take states that `jax.vmap` or `jax.pmap` stacked, and give an
-    answer for each of them; the other functions are called under `jax.vmap`. Subclasses also have:
-
-      _draw(counters, key, count, ring=0) -> (indices, probabilities)
-                                what is drawn, [B] int32, and how likely it was, [B] float32
-      _num_starts(counters)     at how many rows a window that is held starts
-      _can_draw(counters)       whether there is anything to draw
-      _all_indices(counters)    of `indices`, [max_size]
-      _set(counters, indices, priorities)
-                                the counters after `set_priorities`, if the buffer has it
+    answer for each of them; the other functions are called under `jax.vmap`.
     """
+
+    period: int
+    # What subclasses define.
+    _draw: Any  # (counters, key, B, ring=0) -> indices [B] int32, and probabilities [B] float32
+    _num_starts: Any  # (counters) -> at how many rows a window that is held starts
+    _can_draw: Any  # (counters) -> whether there is anything to draw
+    _all_indices: Any  # (counters) -> of `indices`, [max_size]
+    _set: Any  # (counters, indices, priorities) -> counters; if the buffer has priorities
 
     def sample(self, state: State, key: Array, batch_size: int) -> Sample:
         """Draws `batch_size`, which is static, with replacement. With nothing to draw: ValueError;
@@ -369,6 +368,7 @@ class Replay(Buffer):
     @_compiled(donates=True, static="count")
     def _add_and_sample(self, state: State, items: PyTree, key: Array, count: int) -> Any:
         state = self.add_batch(state, items)
+        key = _key_after(key, state.size, state)
         return state, self._sample(state, key, count)
 
     def can_sample(self, state: State, min_size: Any = 1) -> Array:
@@ -436,7 +436,7 @@ class Replay(Buffer):
         if items is not None:
             state = self._counters_after(state, items)
         wanted = f"sequence_length={self.window} steps from a multiple of period={self.period}"
-        wanted += ", of a priority above 0" if self.set_priorities else ""
+        wanted += ", of a priority above 0" if self.state_type is PrioritisedState else ""
         message = f"{name}: nothing to draw, {{size}} items held; a draw takes {wanted}"
         _check(self.can_sample(state), message, size=self.size(state))
 
@@ -479,8 +479,9 @@ class Ring(Buffer):
 
     def _advance(self, counters: State, rows: PyTree, mask: Any) -> tuple[State, Array]:
         length = _length(rows)
+        rank: Any = np.arange(length, dtype=np.int32)
+        count: Any = length
         if mask is None:
-            rank, count = np.arange(length, dtype=np.int32), length
             is_kept = rank >= count - self.num_slots
         else:
             rank = jnp.cumsum(mask, dtype=int32) - 1  # of each row, among those that are added
@@ -627,8 +628,8 @@ class UniformReplay(Ring, Replay):
 
 
 # ---------------------------------------------------------------------------------------- sum tree
-# A 4-ary sum tree is a tuple of levels. levels[0] has the weight of each position; node i of a level
-# is the sum of nodes 4 i to 4 i + 3 of the one before. Each level is padded to a multiple of 4.
+# A 4-ary sum tree is a tuple of levels. levels[0] has the weight of each position; node i of the
+# others is the sum of nodes 4 i to 4 i + 3 of the one before, each padded to a multiple of 4.
 SMALL = 1024  # levels of at most so many nodes are not stored: they are summed anew for each draw
 # A float32 has 24 random bits, of which each level takes 2. Deeper levels take those of another
 # number: a single one would favour some of ten million items and miss others.
@@ -637,7 +638,7 @@ LEVELS_PER_DRAW = 7
 
 def tree_init(capacity: int) -> tuple[Array, ...]:
     """The levels of a tree of zeros: [capacity], [capacity / 4], ..., [more than SMALL]."""
-    levels = []
+    levels: list = []
     nodes = capacity
     while not levels or nodes > SMALL:
         groups = -(-nodes // 4)
@@ -673,6 +674,7 @@ def tree_draw(levels: tuple, key: Array, count: int, tree: Any = 0) -> tuple[Arr
     weight is above 0. Levels may have axes in front: `tree` [B] is then the number of each draw's.
     """
     levels = _with_small_levels(levels)
+    key = _key_after(key, levels[-1], levels[-1])
     numbers = -(-len(levels) // LEVELS_PER_DRAW)
     uniform = jax.random.uniform(key, (numbers, count))
     fraction = (jnp.arange(count, dtype=float32) + uniform[0]) / count
@@ -864,7 +866,7 @@ class ClusteredReplay(Replay):
     state_type = property(lambda self: self.ring.state_type)
 
     @property
-    def set_priorities(self) -> Any:  # type: ignore[override]
+    def set_priorities(self) -> Any:
         """As that of `cluster_buffer`; None if it has none."""
         return super().set_priorities if self.ring.set_priorities else None
 
@@ -926,6 +928,7 @@ class ClusteredReplay(Replay):
         total = sums[:, -1]
         target = total * (1 - jax.random.uniform(cluster_key, (count,)))  # above 0
         cluster = jnp.sum(sums < target[:, None], axis=1, dtype=int32)  # the first that reaches it
+        key = _key_after(key, cluster, cluster)
         cluster_probability = weights[jnp.arange(count), cluster] / jnp.maximum(total, TINY)
         indices, probabilities = self.ring._draw(
             counters, key, count, ring * self.num_clusters + cluster
@@ -954,7 +957,7 @@ clustered_replay = ClusteredReplay
 def importance_weights(probabilities: Any, beta: Any) -> Array:
     """(size * P)**-beta, divided by the largest of the batch: Schaul et al. 2016, section 3.4.
 
-    The division cancels the size of the buffer: it is (P / the smallest P)**-beta.
+    The division cancels the size of the buffer: it is (the smallest P / P)**beta.
 
     Args:
       probabilities: [B], of a `Sample`. Where one is 0, nothing was drawn: that weight is 0.
@@ -966,8 +969,8 @@ def importance_weights(probabilities: Any, beta: Any) -> Array:
     beta = jnp.asarray(beta, float32)
     drawn = probabilities > 0
     smallest = jnp.min(probabilities, where=drawn, initial=jnp.inf)
-    ratio = jnp.where(drawn, probabilities / smallest, 1)
-    return jnp.where(drawn, ratio**-beta, 0)
+    ratio = smallest / jnp.where(drawn, probabilities, 1)
+    return jnp.where(drawn, ratio**beta, 0)
 
 
 def n_step_return(
@@ -1135,6 +1138,11 @@ def _check_state(buffer: Buffer, state: State) -> None:
         given = leaf.shape[:2]
         if given != expected or state.size.ndim < buffer.cluster_axes:
             raise ValueError(f"{another} holds [rows, environments] {given} and not {expected}")
+        if any(jax.typeof(leaf).sharding.spec):
+            raise ValueError(
+                "the storage is sharded over Explicit axes: make the mesh with "
+                "axis_types=(jax.sharding.AxisType.Auto,), one for each axis"
+            )
 
 
 def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: str) -> None:
@@ -1218,8 +1226,35 @@ def _computed_once(i: Array) -> Array:
 
 
 def _gather(x: Array, i: Array) -> Array:
-    """x[i] for `i` [B, ...] in range."""
+    """x[i] for `i` [B, ...] in range. XLA divides it among threads if x is of 512 KiB or more."""
+    i = i.astype(uint32)
+    is_divided = x.nbytes >= 2**18 > i.size * x.nbytes // len(x)
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if i.ndim == 0 or len(i) < 2 or is_key or not is_divided:
+        return _take(x, i)
+    return lax.platform_dependent(x, i, cpu=_take_in_one_thread, default=_take)
+
+
+def _take(x: Array, i: Array) -> Array:
     return x.at[i].get(mode="promise_in_bounds")
+
+
+def _take_in_one_thread(x: Array, i: Array) -> Array:
+    """What is written to a part of an array is not divided."""
+    i = _computed_once(i)
+    zero = (i.ravel()[0] >> 31).astype(int32)  # which XLA does not know
+    half = len(i) // 2
+    out = jnp.broadcast_to(zero.astype(x.dtype), i.shape + x.shape[1:])
+    out = lax.dynamic_update_slice_in_dim(out, _take(x, i[:half]), zero, 0)
+    return lax.dynamic_update_slice_in_dim(out, _take(x, i[half:]), zero + half, 0)
+
+
+def _key_after(key: Array, count: Array, arrays: PyTree) -> Array:
+    """`key`, once the arrays are there, `count` never negative: else XLA wakes a thread for it."""
+    flat = [x.ravel() for x in tree_leaves(arrays)]
+    ends = [x[:1] != x[-1:] for x in flat]
+    never = (count.ravel()[0] < 0) & jnp.concatenate(ends).any()
+    return jnp.stack([key, key])[never.astype(int32)]
 
 
 def _put(i: Array, x: Array, rows: Array) -> Array:

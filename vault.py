@@ -278,7 +278,7 @@ class Vault:
         given = bytes_of(items, same)
         if not any(map(operator.eq, stored, given)):
             raise ValueError(
-                f"{self.path} has {rows} rows, but other ones than this state where both have some. "
+                f"{self.path} has {rows} rows, but others than this state where both have some. "
                 "A new run: take a new path, or write(state, new_run=True) appends it. A resumed "
                 "run: write the restored state first. After `update`: what was written stays as it "
                 "was, so write a buffer before you update it, or to a new path"

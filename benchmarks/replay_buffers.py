@@ -63,14 +63,15 @@ def raised(item: Any) -> Any:
 
 def ours(buffer: str, capacity: int) -> dict:
     """The functions of one of the buffers, as each library is to give them."""
-    if buffer == "circular":
-        return buffers.circular_buffer(capacity)._asdict()
-    if buffer == "clustered":
-        inner = buffers.uniform_replay(capacity // CLUSTERS)
-        return buffers.clustered_replay(CLUSTERS, inner, cluster_of)._asdict()
     make = buffers.uniform_replay if buffer.startswith("uniform") else buffers.prioritised_replay
     options: Any = dict(num_envs=ENVS, sequence_length=LENGTH) if buffer.endswith("windows") else {}
-    return make(capacity, **options)._asdict()
+    replay: Any = make(capacity, **options)
+    if buffer == "circular":
+        replay = buffers.circular_buffer(capacity)
+    if buffer == "clustered":
+        inner = buffers.uniform_replay(capacity // CLUSTERS)
+        replay = buffers.clustered_replay(CLUSTERS, inner, cluster_of)
+    return {name: getattr(replay, name) for name in dir(replay) if not name.startswith("_")}
 
 
 def flashbax(buffer: str, capacity: int) -> dict:

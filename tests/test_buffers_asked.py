@@ -121,7 +121,7 @@ def test_a_number_that_does_not_fit_is_an_error(slot, number):
         jax.jit(lambda state: buffer.add(state, {"x": number}))(state)
     state = buffer.add(state, {"x": slot})
     if isinstance(number, int):
-        with pytest.raises(ValueError, match="update: fn's result: leaf .* holds "):
+        with pytest.raises(ValueError, match=r"update: fn's result: leaf .* holds "):
             buffer.update(state, lambda item: {"x": number})
 
 
@@ -157,7 +157,7 @@ def test_more_items_than_a_buffer_holds_can_never_be_sampled(jit):
     replay = buffers.uniform_replay(6)
     state = replay.init(encode(0))
     assert not jit(lambda state: replay.can_sample(state, 6))(state)
-    with pytest.raises(ValueError, match="min_size must be at most max_size = 6, .*, got 7"):
+    with pytest.raises(ValueError, match=r"min_size must be at most max_size = 6, .*, got 7"):
         jit(lambda state: replay.can_sample(state, 7))(state)
 
 

@@ -261,9 +261,9 @@ def replay_calls(buffer, many, keys):
         indices = buffer.sample(state, keys[i], 7).indices
         return buffer.set_priorities(state, indices, np.full(7, 1 + i % 3, np.float32))
 
+    yield "can_sample", reading(lambda state, i: buffer.can_sample(state))
     yield "sample, update, get", sample_update_get
     yield "add_and_sample", add_and_sample
-    yield "can_sample", reading(lambda state, i: buffer.can_sample(state))
     if buffer.set_priorities:
         yield "set_priorities", set_priorities
 

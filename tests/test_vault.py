@@ -146,7 +146,7 @@ def test_another_run_is_an_error(tmp_path):
     new = Vault(tmp_path, ITEM, num_envs=2)
     for count in (0, 3, 8, 9):
         other = replay.add_batch(replay.init(ITEM), rows_of_another_run(0, count))
-        message = r"has 8 rows, but other ones.*: take a new path, or write\(state, new_run=True\)"
+        message = r"has 8 rows, but others.*: take a new path, or write\(state, new_run=True\)"
         with pytest.raises(ValueError, match=message):
             new.write(other)
     other = replay.add_batch(replay.init(ITEM), rows_of_another_run(0, 8))
@@ -173,7 +173,7 @@ def test_another_run_is_appended_if_that_is_said(tmp_path):
     assert again.write(larger.add_batch(checkpoint, rows(11, 24))) == 13
     assert_holds(again, 0, 24)
     first = replay.add_batch(replay.init(ITEM), rows(0, 8))
-    with pytest.raises(ValueError, match="has 24 rows, but other ones than this state"):
+    with pytest.raises(ValueError, match="has 24 rows, but others than this state"):
         again.write(first)
 
 
@@ -182,7 +182,7 @@ def test_rows_that_were_updated_after_they_were_written_are_an_error(tmp_path):
     state = replay.add_batch(replay.init(ITEM), rows(0, 8))
     vault.write(state)
     state = replay.update(state, lambda item: item | {"count": item["count"] + 1})
-    with pytest.raises(ValueError, match="After `update`: .* write a buffer before you update it"):
+    with pytest.raises(ValueError, match=r"After `update`: .* write a buffer before you update it"):
         vault.write(state)
     assert_holds(vault, 0, 8)
 
@@ -220,7 +220,7 @@ def test_a_resume_changes_flags_of_the_last_rows_and_it_is_the_same_run(tmp_path
 
     # With other rewards it is another run.
     other = replay.add_batch(replay.init(item), reward_and_flag(reward[:count] + 1))
-    with pytest.raises(ValueError, match=f"has {count} rows, but other ones"):
+    with pytest.raises(ValueError, match=f"has {count} rows, but others"):
         vault.write(other)
     assert vault.write(state) == 0
 
@@ -242,7 +242,7 @@ def test_rows_of_flags_alone_are_compared(tmp_path):
     vault = Vault(tmp_path, True)
     vault.write(replay.add_batch(replay.init(True), np.ones(3, bool)))
     other = replay.add_batch(replay.init(True), np.zeros(3, bool))
-    with pytest.raises(ValueError, match="has 3 rows, but other ones"):
+    with pytest.raises(ValueError, match="has 3 rows, but others"):
         vault.write(other)
 
 
