@@ -41,6 +41,15 @@ class Counter(gym.Env):
         return self._observe(), reward, over and not by_truncation, over and by_truncation, {}
 
 
+class Blind(Counter):
+    """Observes nothing."""
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (0,), np.float32)
+
+    def _observe(self) -> np.ndarray:
+        return np.zeros(0, np.float32)
+
+
 class Probe(gym.Env):
     """One thing to learn, with a known value.
 
@@ -153,6 +162,7 @@ def same_step(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
     return SyncVectorEnv([Counter] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
+gym.register("Blind-v0", Blind)
 gym.register("Counter-v0", Counter)
 gym.register("CounterSameStep-v0", vector_entry_point=same_step)
 gym.register("VectorOnly-v0", vector_entry_point=counters)
