@@ -154,22 +154,18 @@ def _check_numbers(state: State, item: PyTree, name: str = "add") -> None:
     if tree_structure(item) != tree_structure(state.storage):  # type: ignore[operator]
         return  # which `_check_items` explains
     for leaf, (path, slots) in zip(leaves, tree_leaves_with_path(state.storage), strict=True):
-        limits = _limits(slots.dtype)
-        if not isinstance(leaf, NUMBERS) or limits is None or abs(leaf) == np.inf:
-            continue
-        least, most = limits
-        if leaf < least or leaf > most:
+        if isinstance(leaf, NUMBERS) and not _fits(leaf, slots.dtype):
             where = f"{name}: leaf {keystr(path) or '(the item itself)'} is {leaf}"
-            raise ValueError(f"{where}, but {slots.dtype} holds {least} to {most}")
+            raise ValueError(f"{where}, which {slots.dtype} does not hold")
 
 
-def _limits(dtype: Any) -> tuple | None:
-    """The least and the largest number of a dtype; None for flags, keys and complex numbers."""
+def _fits(number: Any, dtype: Any) -> bool:
+    """Whether a number is in the range of a dtype. Infinity is in that of floats."""
     if jnp.issubdtype(dtype, np.integer):
-        return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+        return jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
     if jnp.issubdtype(dtype, np.floating):
-        return float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
-    return None
+        return not jnp.finfo(dtype).max < abs(number) < np.inf
+    return True  # flags and complex numbers
 
 
 # ------------------------------------------------------------------------- what all buffers can do
@@ -498,9 +494,8 @@ class Ring(Buffer):
 
     def _is_stored(self, counters: State, indices: Array, window: int, ring: Any = 0) -> Array:
         exists = (indices >= 0) & (indices < self.modulus * self.envs)
-        age = (
-            counters.cursor.ravel()[ring] - indices // self.envs
-        ) % self.modulus  # 1: the newest row
+        row = indices // self.envs
+        age = (counters.cursor.ravel()[ring] - row) % self.modulus  # 1: the newest row
         return exists & (age >= window) & (age <= counters.size.ravel()[ring])
 
     def _size(self, counters: State) -> Array:

@@ -114,14 +114,14 @@ def test_a_state_of_another_kind_is_an_error(kind, other):
 def test_a_number_that_does_not_fit_is_an_error(slot, number):
     buffer = buffers.circular_buffer(3)
     state = buffer.init({"x": slot})
-    message = rf"add: leaf \['x'\] is .*, but {slot.dtype} holds .* to "
+    message = rf"add: leaf \['x'\] is .*, which {slot.dtype} does not hold"
     with pytest.raises(ValueError, match=message):
         buffer.add(state, {"x": number})
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda state: buffer.add(state, {"x": number}))(state)
     state = buffer.add(state, {"x": slot})
     if isinstance(number, int):
-        with pytest.raises(ValueError, match=r"update: fn's result: leaf .* holds "):
+        with pytest.raises(ValueError, match=r"update: fn's result: leaf .* does not hold"):
             buffer.update(state, lambda item: {"x": number})
 
 
