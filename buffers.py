@@ -164,7 +164,7 @@ def _fits(number: Any, dtype: Any) -> bool:
     if jnp.issubdtype(dtype, np.integer):
         return jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
     if jnp.issubdtype(dtype, np.floating):
-        return not jnp.finfo(dtype).max < abs(number) < np.inf
+        return not float(jnp.finfo(dtype).max) < abs(number) < np.inf
     return True  # flags and complex numbers
 
 
