@@ -136,12 +136,14 @@ def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None
 def check_memory(init: Callable) -> None:
     """Raises UsageError if the first State has more bytes than the memory, or has no inputs."""
     try:
-        state = jax.eval_shape(init)
-    except ZeroDivisionError as error:  # in Flax's initial weights
-        raise UsageError("env_id: the observations of the environment have no numbers") from error
+        leaves = jax.tree.leaves(jax.eval_shape(init))
+    except ZeroDivisionError:  # older versions of Flax make no weights without inputs
+        leaves = []
+    if not leaves or any(x.size == 0 for x in leaves):
+        raise UsageError("env_id: the observations or actions of the environment have no numbers")
     stats = jax.local_devices()[0].memory_stats() or {}
     has = stats.get("bytes_limit", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    needs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    needs = sum(x.size * x.dtype.itemsize for x in leaves)
     if needs > has:
         text = f"replay and networks need {needs / 1e9:.1f} GB, and there are {has / 1e9:.1f} GB"
         raise UsageError(f"buffer_size: {text}")

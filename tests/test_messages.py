@@ -247,7 +247,7 @@ MISTAKES = [
     ("--env-id no_such_module:Nothing-v0", "No module named 'no_such_module'"),
     ("--env-id Pendulum-v1", "DQN takes Discrete actions, not Box"),
     ("--env-id environments:CounterSameStep-v0", "NEXT_STEP"),
-    ("--env-id environments:Blind-v0", "the observations of the environment have no numbers"),
+    ("--env-id environments:Blind-v0", "the observations or actions of the environment have no"),
     ("--env-id environments:VectorOnly-v0 --vectorization async", "VectorOnly-v0"),
     ("--learning-starts 600000", "learning_starts must be from batch_size to total_timesteps - 1"),
     ("--learning-starts 100", "learning_starts must be from batch_size to total_timesteps - 1"),

@@ -545,7 +545,7 @@ def test_the_learning_rate_goes_linearly_to_0_at_the_end_and_stays_there(anneal_
         _, _, metrics = step(state, rollout, begin)
         assert metrics["learning_rate"] == metrics["charts/learning_rate"]
         rates.append(metrics["learning_rate"])
-    np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+    np.testing.assert_allclose(rates, wanted, rtol=1e-6, atol=1e-9)
 
 
 def count_rows(params, batch):
