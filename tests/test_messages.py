@@ -314,6 +314,16 @@ def test_an_iteration_longer_than_the_log_interval_is_said(run_main):
     assert "each iteration, and so each log entry, has 210 steps" in out
 
 
+def test_an_observation_with_a_text_points_to_the_page_on_wrappers(run_main):
+    """As that of MiniGrid without its wrapper."""
+    pytest.importorskip("minigrid")
+    code, _, err = run_main(dqn_jax, "--env-id", "minigrid:MiniGrid-Empty-5x5-v0")
+    line = err.strip().splitlines()[-1]
+    assert code == 2
+    assert line.startswith("error: observations Dict(")
+    assert "a wrapper must choose what the network sees, see docs/environments.md" in line
+
+
 # --- Atari
 
 

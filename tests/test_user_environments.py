@@ -273,6 +273,8 @@ class NotFinite(Counter):
         is_bad = len(self.steps) > 200
         if is_bad and self.what == "reward":
             reward = np.nan
+        if is_bad and self.what == "no reward":
+            reward = None
         if is_bad and self.what == "observation":
             observation = observation + np.inf
         if is_bad and self.what == "parameters":
@@ -283,7 +285,7 @@ class NotFinite(Counter):
 gym.register("NotFinite-v0", NotFinite, disable_env_checker=True)
 
 
-@pytest.mark.parametrize("what", ["reward", "observation", "parameters"])
+@pytest.mark.parametrize("what", ["reward", "no reward", "observation", "parameters"])
 def test_numbers_that_are_not_finite_are_named_and_leave_the_last_good_checkpoint(what, run_main):
     NotFinite.steps.clear()
     flags = "--learning-starts 20 --batch-size 8 --buffer-size 40 --train-frequency 2"
@@ -296,7 +298,8 @@ def test_numbers_that_are_not_finite_are_named_and_leave_the_last_good_checkpoin
     else:
         # 200 steps, and a row for each reset.
         start, step = line.rsplit(" ", 1)
-        assert start == f"error: NotFinite-v0: the {what} is not finite in environment 0 at step"
+        name = what.removeprefix("no ")
+        assert start == f"error: NotFinite-v0: the {name} is not finite in environment 0 at step"
         assert 230 < int(step) < 270
     (folder,) = Path("runs").iterdir()
     run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
