@@ -66,7 +66,7 @@ from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_map, 
 PyTree = Any
 State = Any  # a RingState or a PrioritisedState
 TINY = float(np.finfo(np.float32).tiny)
-NUMBERS = (int, float, np.integer, np.floating)  # Python's and NumPy's, but no arrays
+INTEGERS = (int, np.integer)
 
 
 # ------------------------------------------------------------------------------------------- types
@@ -146,26 +146,19 @@ def _compiled(*, donates: bool = False, static: Any = None, check: Any = None) -
     return decorate
 
 
-def _check_numbers(state: State, item: PyTree, name: str = "add") -> None:
-    """Raises if a Python or NumPy number does not fit its slot: jit would cut it off."""
+def _check_numbers(state: State, item: PyTree) -> None:
+    """Raises if a Python or NumPy integer does not fit its slot: jit would cut it off."""
     leaves = tree_leaves(item)
-    if not any(isinstance(leaf, NUMBERS) for leaf in leaves):
+    if not any(isinstance(leaf, INTEGERS) for leaf in leaves):
         return
     if tree_structure(item) != tree_structure(state.storage):  # type: ignore[operator]
         return  # which `_check_items` explains
     for leaf, (path, slots) in zip(leaves, tree_leaves_with_path(state.storage), strict=True):
-        if isinstance(leaf, NUMBERS) and not _fits(leaf, slots.dtype):
-            where = f"{name}: leaf {keystr(path) or '(the item itself)'} is {leaf}"
-            raise ValueError(f"{where}, which {slots.dtype} does not hold")
-
-
-def _fits(number: Any, dtype: Any) -> bool:
-    """Whether a number is in the range of a dtype. Infinity is in that of floats."""
-    if jnp.issubdtype(dtype, np.integer):
-        return jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
-    if jnp.issubdtype(dtype, np.floating):
-        return not float(jnp.finfo(dtype).max) < abs(number) < np.inf
-    return True  # flags and complex numbers
+        if isinstance(leaf, INTEGERS) and jnp.issubdtype(slots.dtype, np.integer):
+            limits = jnp.iinfo(slots.dtype)
+            if not limits.min <= leaf <= limits.max:
+                where = f"add: leaf {keystr(path) or '(the item itself)'} is {leaf}"
+                raise ValueError(f"{where}, which {slots.dtype} does not hold")
 
 
 # ------------------------------------------------------------------------- what all buffers can do
@@ -185,6 +178,7 @@ class Buffer:
     has_env_axis: bool  # whether `num_envs` was given: `add` takes steps [N, ...]
     has_time_axis: bool  # whether `sequence_length` was given: samples are [B, W, ...]
     cluster_axes = 0  # that the counters have
+    rings = 1  # that share the range of indices
     state_type: Any = RingState
     gone = "an index is not in the buffer (any more)"
 
@@ -286,7 +280,7 @@ class Buffer:
     def _update_all(self, state: State, fn: Callable) -> State:
         _check_state(self, state)
         items = tree_map(lambda leaf: lax.collapse(leaf, 0, 2), state.storage)
-        new = _map_items(fn, state, items)
+        new = jax.vmap(fn)(items)
         _check_items("update: fn's result", state.storage, new, (self.max_size,), "max_size, ")
         return state._replace(storage=_reshaped(state.storage, new, self.num_slots))
 
@@ -297,7 +291,7 @@ class Buffer:
             raise ValueError(f"update: indices must have shape [B], got {indices.shape}")
         indices = self._resolve(state, indices)
         position = self._position(indices)
-        new = _map_items(fn, state, _items_at(state.storage, position), *args)
+        new = jax.vmap(fn)(_items_at(state.storage, position), *args)
         _check_items("update: fn's result", state.storage, new, indices.shape, "indices, ")
         stored = self._is_stored(state, indices, 1)
         slot = jnp.where(stored, position // self.envs, self.num_slots)  # or past the end
@@ -458,7 +452,6 @@ class Ring(Buffer):
     num_envs: int | None = None
     sequence_length: int | None = None
     period: int = 1
-    rings: int = 1  # that share the range of indices
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -601,7 +594,6 @@ class UniformReplay(Ring, Replay):
     period: int = 1
     donate: bool = True
     debug: bool = False
-    rings: int = dataclasses.field(default=1, init=False, repr=False)  # that share the indices
 
     set_priorities = None  # type: ignore[assignment]
 
@@ -833,7 +825,6 @@ class ClusteredReplay(Replay):
     _: KW_ONLY
     donate: bool = True
     debug: bool = False
-    rings: int = dataclasses.field(default=1, init=False, repr=False)  # that share the indices
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_clusters", _positive("num_clusters", self.num_clusters))
@@ -880,8 +871,11 @@ class ClusteredReplay(Replay):
     def _advance(self, counters: State, rows: PyTree, mask: Any) -> tuple[State, Array]:
         """Every cluster advances by all rows, of which those of others are masked."""
         items = rows if self.has_env_axis else tree_map(lambda leaf: leaf[:, 0], rows)
-        cluster = _as_clusters(jax.vmap(self.clustering_fn)(items))  # [L]
-        cluster = jnp.clip(cluster, 0, self.num_clusters - 1)
+        cluster = jnp.asarray(jax.vmap(self.clustering_fn)(items))  # [L]
+        if cluster.ndim != 1 or cluster.dtype.kind not in "bui":
+            given = jax.typeof(cluster)
+            raise TypeError(f"clustering_fn must return one integer or bool, got {given}")
+        cluster = jnp.clip(cluster.astype(int32), 0, self.num_clusters - 1)
         masks = self._members(cluster)
         if mask is not None:
             masks &= mask[None]
@@ -1038,9 +1032,7 @@ def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: in
     """
     if rows % num_minibatches:
         raise ValueError(f"rows must be a multiple of {num_minibatches=}, got {rows}: change one")
-    random = jax.random.bits(key, (epochs, rows), uint32)
-    row = jnp.broadcast_to(jnp.arange(rows, dtype=int32)[None], random.shape)
-    _, order = lax.sort((random, row), dimension=1, is_stable=False, num_keys=1)
+    order = jnp.argsort(jax.random.bits(key, (epochs, rows), uint32), axis=1)
     return order.reshape(epochs, num_minibatches, -1)
 
 
@@ -1107,17 +1099,6 @@ def _check_cluster_buffer(buffer: ClusteredReplay) -> None:
     if inner.max_size * buffer.num_clusters > 2**29:
         sizes = f"{buffer.num_clusters} times {inner.max_size}"
         raise ValueError(f"{sizes} items are more than 2**29")
-
-
-def _as_clusters(cluster: Any) -> Array:
-    """The result of `clustering_fn` [L], at least int32."""
-    cluster = jnp.asarray(cluster)
-    if cluster.ndim != 1 or not (
-        cluster.dtype == bool or jnp.issubdtype(cluster.dtype, np.integer)
-    ):
-        given = jax.typeof(cluster)
-        raise TypeError(f"clustering_fn must return one integer or bool, got {given}")
-    return cluster if cluster.dtype.itemsize >= 4 else cluster.astype(int32)
 
 
 def _check_state(buffer: Buffer, state: State) -> None:
@@ -1202,17 +1183,6 @@ def _reshaped(storage: PyTree, items: PyTree, length: int) -> PyTree:
 def _items_at(storage: PyTree, position: Array) -> PyTree:
     """The items at these positions in storage [T, N, ...], whose first axes are one here."""
     return tree_map(lambda leaf: _gather(lax.collapse(leaf, 0, 2), position), storage)
-
-
-def _map_items(fn: Callable, state: State, *args: PyTree) -> PyTree:
-    """`fn` of each row of `args`, whose Python numbers must fit the storage."""
-
-    def checked(*args: PyTree) -> PyTree:
-        new = fn(*args)
-        _check_numbers(state, new, "update: fn's result")
-        return new
-
-    return jax.vmap(checked)(*args)
 
 
 def _computed_once(i: Array) -> Array:

@@ -106,8 +106,6 @@ def test_a_state_of_another_kind_is_an_error(kind, other):
         (np.uint8(0), -1),
         (np.int32(0), 2**40 + 5),
         (np.int32(0), np.int64(2**40 + 5)),
-        (np.float32(0), 1e300),
-        (np.float32(0), np.float64(-1e300)),
     ],
     ids=repr,
 )
@@ -119,10 +117,6 @@ def test_a_number_that_does_not_fit_is_an_error(slot, number):
         buffer.add(state, {"x": number})
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda state: buffer.add(state, {"x": number}))(state)
-    state = buffer.add(state, {"x": slot})
-    if isinstance(number, int):
-        with pytest.raises(ValueError, match=r"update: fn's result: leaf .* does not hold"):
-            buffer.update(state, lambda item: {"x": number})
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan, 3, 1.5, np.float32(2)], ids=repr)
