@@ -222,7 +222,9 @@ def truncate_episodes(replay: Any) -> Any:
 def load_policy(folder: Path | str, script: Any) -> Callable[[Any], np.ndarray]:
     """Loads the best agent of a run as a function from observations [N, ...] to actions [N, ...].
 
-    `script` is the module that trained it, such as dqn_jax. The agent does not explore.
+    `script` is the module that trained it, such as dqn_jax. The agent does not explore. One with a
+    memory keeps it from call to call: give `policy(observations, is_first)` also where episodes
+    begin, [N] bool. It has forgotten all at the first call, and if N changes.
     """
     run, args = usage.read_flags(folder, script.Run, script.Args)
     alg, _ = script.make_algorithm(args, replace(run, capture_video=False))
@@ -231,10 +233,18 @@ def load_policy(folder: Path | str, script: Any) -> Callable[[Any], np.ndarray]:
     dtype = alg.example_step.observation.dtype
     shape = alg.example_step.observation.shape
 
-    def policy(observations: Any) -> np.ndarray:
+    memory = script.no_memory(alg, 0)
+
+    def policy(observations: Any, is_first: Any = False) -> np.ndarray:
+        nonlocal memory
         if np.shape(observations)[1:] != shape:
             expected = ", ".join(map(str, shape))
             raise ValueError(f"observations must be [N, {expected}], not {np.shape(observations)}")
-        return alg.to_env_action(np.asarray(alg.act(params, np.asarray(observations, dtype))))
+        num_envs = len(observations)
+        if any(len(x) != num_envs for x in jax.tree.leaves(memory)):
+            memory = script.no_memory(alg, num_envs)
+        memory = script.keep_memory(memory, ~np.broadcast_to(is_first, num_envs))
+        action, memory = alg.act(params, np.asarray(observations, dtype), memory)
+        return alg.to_env_action(np.asarray(action))
 
     return policy

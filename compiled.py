@@ -44,6 +44,7 @@ class JaxEnvState(NamedTuple):
 
     observation: Array  # [N, ...], what the policy sees
     valid: Array  # [N] bool, False where the next step only resets
+    memory: Any  # [N, ...], of the agent
     inner: Any  # [N, ...], the states of the FuncEnv
     length: Array  # [N] int32, steps of the episode so far
 
@@ -84,8 +85,11 @@ class JaxEnvs:
         inner = self.initial(keys)
         stack = jnp.zeros((num_envs, *self.alg.example_step.observation.shape), self.dtype)
         observation = self.observe(stack, jnp.zeros(num_envs, bool), inner, keys)
+        memory = jax.tree.map(
+            lambda x: jnp.zeros((num_envs, *x.shape), x.dtype), self.alg.example_step.memory
+        )
         length = jnp.zeros(num_envs, jnp.int32)
-        return JaxEnvState(observation, jnp.ones(num_envs, bool), inner, length)
+        return JaxEnvState(observation, jnp.ones(num_envs, bool), memory, inner, length)
 
     def step(
         self, params: Any, act_key: Any, state: JaxEnvState, inputs: tuple
@@ -97,7 +101,7 @@ class JaxEnvs:
         """
         step, keys, starts = inputs
         valid = state.valid
-        action = self.alg.act(params, state.observation, act_key, step)
+        action, memory = self.alg.act(params, state.observation, state.memory, act_key, step)
         action = action.astype(self.alg.example_step.action.dtype)
         env_action = self.alg.to_env_action(action)
         after = self.transition(state.inner, env_action, keys)
@@ -113,11 +117,13 @@ class JaxEnvs:
             terminated=terminated,
             truncated=truncated,
             valid=valid,
+            memory=state.memory,
         )
         choose = jax.vmap(jnp.where)
+        memory = jax.tree.map(lambda x: choose(valid, x, jnp.zeros_like(x)), memory)
         inner = jax.tree.map(lambda x, start: choose(valid, x, start), after, starts)
         observation = self.observe(state.observation, valid, inner, keys)
-        return JaxEnvState(observation, ~(terminated | truncated), inner, length), row
+        return JaxEnvState(observation, ~(terminated | truncated), memory, inner, length), row
 
     def collect(self, state: JaxEnvState, params: Any, key: Array, step: Array) -> tuple:
         """Takes S steps in each environment, from `step` on: the next state, Steps [S, N, ...]."""

@@ -10,7 +10,7 @@ A rollout is S steps of N environments. The agent learns from it while they take
         in a thread:
             state, params, metrics = train_step(state, rollout, next_observation, key, step)
         meanwhile, for each of S steps of the next rollout:                 # collect_rollout
-            action = act(params, observation, key, step)                    # with the old params
+            action, memory = act(params, observation, memory, key, step)    # with the old params
             observation, reward, terminated, truncated, info = envs.step(action)
         when both are done: rollout = the next rollout
         when due: add_metrics, save, evaluate_agent
@@ -116,6 +116,7 @@ class Step(NamedTuple):
     terminated: Any  # the episode ended by itself
     truncated: Any  # a time limit cut the episode off
     valid: Any
+    memory: Any = ()  # of the agent, before the step; this one has none
 
 
 class Transition(NamedTuple):
@@ -198,17 +199,17 @@ class DQN:
         """The part of a state that `act` needs."""
         return state.params
 
-    def act(self, params, observation, key=None, step=0):
-        """Actions [N]: epsilon-greedy with a key, greedy without one."""
+    def act(self, params, observation, memory=(), key=None, step=0):
+        """Actions [N]: epsilon-greedy with a key, greedy without one. And the memory: none here."""
         q_values = self.network.apply(params, observation)
         action = jnp.argmax(q_values, axis=-1)
         if key is None:
-            return action
+            return action, memory
         key = jax.random.fold_in(key, step)
         uniform = jax.random.uniform(key, (2, *action.shape), jnp.float32)
         explores = uniform[0] < self.epsilon(step)
         random_action = jnp.int32(uniform[1] * self.num_actions)
-        return jnp.where(explores, random_action, action)
+        return jnp.where(explores, random_action, action), memory
 
     def to_env_action(self, action):
         """The environment's actions, which need not start at 0."""
@@ -411,17 +412,31 @@ def make_algorithm(args: Args, run: Run) -> tuple[Algorithm, bool]:
     return alg, is_jax_env and run.vectorization == "auto"
 
 
+def no_memory(alg: Algorithm, num_envs: int):
+    """The memory [N, ...] at the start of an episode: zeros, or () of an agent without one."""
+    return jax.tree.map(lambda x: np.zeros((num_envs, *x.shape), x.dtype), alg.example_step.memory)
+
+
+def keep_memory(memory, valid):
+    """The memory [N, ...] after a step: zeros where it only reset, that is, was not valid [N]."""
+    return jax.tree.map(lambda x: (np.asarray(x).T * valid).T, memory)
+
+
 def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: int):
     """Takes S steps in N environments: Steps [S, N, ...], the next `env_state`, the charts."""
-    observation, valid, unfinished = env_state  # unfinished [2, N]: return and length so far
+    observation, memory, valid, unfinished = env_state  # unfinished [2, N]: return and length
     shape = alg.rollout_shape
     rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example_step)
     charts: dict = defaultdict(list)  # numbers whose means are logged
     for t in range(shape[0]):
         rollout.observation[t] = observation
-        action = np.asarray(alg.act(params, rollout.observation[t], key, step + t * shape[1]))
-        observation, reward, terminated, truncated, info = envs.step(alg.to_env_action(action))
+        jax.tree.map(lambda rows, x, t=t: np.copyto(rows[t], x), rollout.memory, memory)
+        now = step + t * shape[1]
+        action, memory = alg.act(params, rollout.observation[t], memory, key, now)
+        memory = keep_memory(memory, valid)
         rollout.action[t] = action
+        env_action = alg.to_env_action(rollout.action[t])
+        observation, reward, terminated, truncated, info = envs.step(env_action)
         rollout.reward[t] = reward
         rollout.terminated[t] = terminated
         rollout.truncated[t] = truncated
@@ -433,7 +448,8 @@ def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: i
         charts["charts/episodic_return"].append(sums[0, t, env])
         charts["charts/episodic_length"].append(sums[1, t, env])
         sums[:, t:, env] -= sums[:, t, env, None]  # the next episode begins at 0
-    return rollout, (np.array(observation, rollout.observation.dtype), valid, sums[:, -1]), charts
+    observation = np.array(observation, rollout.observation.dtype)
+    return rollout, (observation, memory, valid, sums[:, -1]), charts
 
 
 def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str = "", stop=()):
@@ -445,8 +461,10 @@ def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str 
     act_key = key if run.eval_explores else None
     with closing(make_envs(alg.args, run, episodes, video_folder)) as envs:
         observation, _ = envs.reset(seed=int(key[0]) // 4)
+        memory = no_memory(alg, episodes)
         for step in range(alg.args.total_timesteps, alg.args.total_timesteps + run.eval_max_steps):
-            action = alg.act(params, np.asarray(observation, dtype), act_key, step)
+            observation = np.asarray(observation, dtype)
+            action, memory = alg.act(params, observation, memory, act_key, step)
             action = alg.to_env_action(np.asarray(action))
             observation, reward, terminated, truncated, _ = envs.step(action)
             returns += np.where(over, 0, reward)
@@ -514,7 +532,8 @@ def train(args: Args, run: Run, stop: list | None = None):
     train_step = jax.jit(alg.train_step, donate_argnums=0)  # the new state overwrites the old one
     envs = make_envs(args, run, args.num_envs, training=True)
     observation, _ = envs.reset(seed=int(jax.random.fold_in(init_key, log.begin)[0]) // 4)
-    env_state = (observation, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
+    memory = no_memory(alg, args.num_envs)
+    env_state = (observation, memory, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
     learning = ahead = None  # the update in the thread, and the rollout collected meanwhile
 
     def collect(step: int):

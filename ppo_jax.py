@@ -7,7 +7,7 @@ In each iteration N environments take S steps, and then the agent learns:
 
     for each iteration:                                                     # train
         for each of S steps:                                                # collect_rollout
-            action = act(params, observation, key, step)
+            action, memory = act(params, observation, memory, key, step)
             observation, reward, terminated, truncated, info = envs.step(action)
         state, params, metrics = train_step(state, rollout, next_observation, key, step)
         when due: add_metrics, save, evaluate_agent
@@ -129,6 +129,7 @@ class Step(NamedTuple):
     terminated: Any  # the episode ended by itself
     truncated: Any  # a time limit cut the episode off
     valid: Any
+    memory: Any = ()  # of the agent, before the step; this one has none
 
 
 class RunningMeanStd(NamedTuple):
@@ -290,19 +291,25 @@ class PPO:
         """The part of a state that `act` needs."""
         return state.params, state.obs_rms
 
-    def act(self, params, observation, key=None, step=0):
-        """Actions [N] or [N, A]: drawn from the policy with a key, its mode without one."""
+    def act(self, params, observation, memory=(), key=None, step=0):
+        """Actions [N] or [N, A]: drawn from the policy with a key, its mode without one.
+
+        And the memory, which this agent has none of.
+        """
         network_params, obs_rms = params
         output, _ = self.network.apply(network_params, normalize(observation, obs_rms))
         if key is not None:
             # 0 * output: the draw waits for the output, or XLA starts a thread, which takes longer.
             key = jax.random.fold_in(key, step + jnp.int32(0 * output[0, 0]))
         if not self.is_box:
-            return jnp.argmax(output, -1) if key is None else jax.random.categorical(key, output)
-        mean, log_std = jnp.split(output, 2, axis=-1)
-        if key is None:
-            return mean
-        return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape, mean.dtype)
+            is_greedy = key is None
+            action = jnp.argmax(output, -1) if is_greedy else jax.random.categorical(key, output)
+            return action, memory
+        action, log_std = jnp.split(output, 2, axis=-1)
+        if key is not None:
+            noise = jax.random.normal(key, action.shape, action.dtype)
+            action = action + jnp.exp(log_std) * noise
+        return action, memory
 
     def to_env_action(self, action):
         """The environment's actions: -1 to 1 covers a bounded Box. The loss uses `action`."""
@@ -540,17 +547,31 @@ def make_algorithm(args: Args, run: Run) -> tuple[Algorithm, bool]:
     return alg, is_jax_env and run.vectorization == "auto"
 
 
+def no_memory(alg: Algorithm, num_envs: int):
+    """The memory [N, ...] at the start of an episode: zeros, or () of an agent without one."""
+    return jax.tree.map(lambda x: np.zeros((num_envs, *x.shape), x.dtype), alg.example_step.memory)
+
+
+def keep_memory(memory, valid):
+    """The memory [N, ...] after a step: zeros where it only reset, that is, was not valid [N]."""
+    return jax.tree.map(lambda x: (np.asarray(x).T * valid).T, memory)
+
+
 def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: int):
     """Takes S steps in N environments: Steps [S, N, ...], the next `env_state`, the charts."""
-    observation, valid, unfinished = env_state  # unfinished [2, N]: return and length so far
+    observation, memory, valid, unfinished = env_state  # unfinished [2, N]: return and length
     shape = alg.rollout_shape
     rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example_step)
     charts: dict = defaultdict(list)  # numbers whose means are logged
     for t in range(shape[0]):
         rollout.observation[t] = observation
-        action = np.asarray(alg.act(params, rollout.observation[t], key, step + t * shape[1]))
-        observation, reward, terminated, truncated, info = envs.step(alg.to_env_action(action))
+        jax.tree.map(lambda rows, x, t=t: np.copyto(rows[t], x), rollout.memory, memory)
+        now = step + t * shape[1]
+        action, memory = alg.act(params, rollout.observation[t], memory, key, now)
+        memory = keep_memory(memory, valid)
         rollout.action[t] = action
+        env_action = alg.to_env_action(rollout.action[t])
+        observation, reward, terminated, truncated, info = envs.step(env_action)
         rollout.reward[t] = reward
         rollout.terminated[t] = terminated
         rollout.truncated[t] = truncated
@@ -562,7 +583,8 @@ def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: i
         charts["charts/episodic_return"].append(sums[0, t, env])
         charts["charts/episodic_length"].append(sums[1, t, env])
         sums[:, t:, env] -= sums[:, t, env, None]  # the next episode begins at 0
-    return rollout, (np.array(observation, rollout.observation.dtype), valid, sums[:, -1]), charts
+    observation = np.array(observation, rollout.observation.dtype)
+    return rollout, (observation, memory, valid, sums[:, -1]), charts
 
 
 def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str = "", stop=()):
@@ -574,8 +596,10 @@ def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str 
     act_key = key if run.eval_explores else None
     with closing(make_envs(alg.args, run, episodes, video_folder)) as envs:
         observation, _ = envs.reset(seed=int(key[0]) // 4)
+        memory = no_memory(alg, episodes)
         for step in range(alg.args.total_timesteps, alg.args.total_timesteps + run.eval_max_steps):
-            action = alg.act(params, np.asarray(observation, dtype), act_key, step)
+            observation = np.asarray(observation, dtype)
+            action, memory = alg.act(params, observation, memory, act_key, step)
             action = alg.to_env_action(np.asarray(action))
             observation, reward, terminated, truncated, _ = envs.step(action)
             returns += np.where(over, 0, reward)
@@ -643,7 +667,8 @@ def train(args: Args, run: Run, stop: list | None = None):
     train_step = jax.jit(alg.train_step, donate_argnums=0)  # the new state overwrites the old one
     envs = make_envs(args, run, args.num_envs, training=True)
     observation, _ = envs.reset(seed=int(jax.random.fold_in(init_key, log.begin)[0]) // 4)
-    env_state = (observation, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
+    memory = no_memory(alg, args.num_envs)
+    env_state = (observation, memory, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
     learning = ahead = None  # the update in the thread, and the rollout collected meanwhile
 
     def collect(step: int):

@@ -153,7 +153,7 @@ def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> floa
             args=args,
             example_step=alg.example_step,
             rollout_shape=actions.shape[:2],
-            act=lambda actions, observation, key, step: actions[step // num_envs],
+            act=lambda actions, _, memory, key, step: (actions[step // num_envs], memory),
             to_env_action=lambda action: action,
         )
         key, collect = jax.random.PRNGKey(0), jax.jit(jax_envs.collect)

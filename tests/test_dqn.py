@@ -338,7 +338,8 @@ def explore(epsilon, key=0, first_step=0):
     key = jax.random.PRNGKey(key)
     steps = first_step + 4 * jnp.arange(2_000)
     params = jnp.array([1.0, 0.0, 0.0])
-    return np.asarray(jax.vmap(lambda step: alg.act(params, observation, key, step))(steps))
+    act = jax.vmap(lambda step: alg.act(params, observation, (), key, step)[0])
+    return np.asarray(act(steps))
 
 
 def assert_independent(explores, others):
@@ -377,7 +378,7 @@ def test_act_without_a_key_is_greedy():
     alg = linear(dqn_jax, Args(start_e=1.0), num_actions=3)
     params = jnp.array([5.0, 7.0, 6.0])
     observation = np.array([[1.0], [-1.0]], np.float32)
-    np.testing.assert_array_equal(alg.act(params, observation), [1, 0])
+    np.testing.assert_array_equal(alg.act(params, observation)[0], [1, 0])
 
 
 def random_rollout(rng, steps, resetting, features=1, garbage=0.0):

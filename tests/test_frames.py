@@ -66,7 +66,7 @@ def breakout(request):
     state = jax.jit(alg.init)(KEY)
     params = alg.policy_params(state)
     observation, _ = single.reset(seed=3)
-    env_state = (observation, np.ones(2, bool), np.zeros((2, 2)))
+    env_state = (observation, (), np.ones(2, bool), np.zeros((2, 2)))
     stacked = atari(4)
     observation, _ = stacked.reset(seed=3)
     native = [observation.copy()]

@@ -138,7 +138,7 @@ def collect(alg, envs, params, key, count, seed):
     """Rollouts, `env_state` before and after each, and numbers of the charts."""
     observation, _ = envs.reset(seed=seed)
     n = envs.num_envs
-    states = [(observation, np.ones(n, bool), np.zeros((2, n)))]
+    states = [(observation, (), np.ones(n, bool), np.zeros((2, n)))]
     rollouts = []
     charts = defaultdict(list)
     for i in range(count):
@@ -176,7 +176,7 @@ def counters():
     rollouts, states, _ = collect(alg, envs, params, key, count=5, seed=5)
     steps = jax.tree.map(lambda *x: np.concatenate(x), *rollouts)
     observations = np.concatenate([steps.observation, states[-1][0][None]])
-    explored = [alg.act(params, x, key, 3 * t) for t, x in enumerate(steps.observation)]
+    explored = [alg.act(params, x, (), key, 3 * t)[0] for t, x in enumerate(steps.observation)]
     return SimpleNamespace(
         rollouts=rollouts,
         states=states,
@@ -189,7 +189,8 @@ def counters():
 
 def test_collected_arrays_have_the_dtypes_of_a_step(counters):
     for rollout in counters.rollouts:
-        assert {name: x.dtype for name, x in rollout._asdict().items()} == {
+        arrays = {name: x for name, x in rollout._asdict().items() if name != "memory"}
+        assert {name: x.dtype for name, x in arrays.items()} == {
             "observation": np.float32,
             "action": np.int32,
             "reward": np.float32,
@@ -215,9 +216,9 @@ def test_the_step_after_an_end_only_resets(counters):
     done = steps.terminated | steps.truncated
     assert steps.valid[0].all()
     np.testing.assert_array_equal(steps.valid[1:], ~done[:-1])
-    np.testing.assert_array_equal(counters.states[-1][1], ~done[-1])
+    np.testing.assert_array_equal(counters.states[-1][2], ~done[-1])
     assert (steps.reward[~steps.valid] == 0).all()
-    begins_with_a_reset = [~valid for _, valid, _ in counters.states[:-1]]
+    begins_with_a_reset = [~valid for _, _, valid, _ in counters.states[:-1]]
     np.testing.assert_array_equal(begins_with_a_reset, np.outer([0, 1, 0, 0, 1], [1, 1, 1]))
 
 
@@ -243,8 +244,8 @@ def test_collector_counts_the_episodes_of_counter():
     assert scalars["charts/episodic_length"] == [2, 2, 3, 3, 4, 4, 5, 5, 2, 2, 3, 3]
     assert scalars["charts/episodic_return"] == [3, 3, 6, 6, 10, 10, 15, 15, 3, 3, 6, 6]
     # They end at step 2, 6, 11, 17, 20 and 24.
-    returns = [unfinished[0, 0] for _, _, unfinished in states]
-    lengths = [unfinished[1, 0] for _, _, unfinished in states]
+    returns = [unfinished[0, 0] for *_, unfinished in states]
+    lengths = [unfinished[1, 0] for *_, unfinished in states]
     assert returns == [0, 3, 6, 6, 0, 0]
     assert lengths == [0, 2, 3, 3, 0, 0]
 
@@ -282,7 +283,7 @@ class Replayed:
     """A vector environment that gives the steps of a rollout."""
 
     def __init__(self, rollout):
-        self.rows = iter(zip(*rollout, strict=True))
+        self.rows = iter(zip(*rollout[:6], strict=True))
 
     def step(self, actions):
         observation, _, reward, terminated, truncated, _ = next(self.rows)
@@ -295,7 +296,7 @@ def test_episodes_are_counted_as_in_a_plain_loop():
     alg = linear(dqn_jax, Args(num_envs=n, train_frequency=6 * n))
     rng = np.random.default_rng(2)
     resetting = np.zeros(n, bool)
-    state = (np.zeros((n, 1)), ~resetting, np.zeros((2, n)))
+    state = (np.zeros((n, 1)), (), ~resetting, np.zeros((2, n)))
     totals = np.zeros((2, n))
     episodes = []
     counted = []
@@ -311,7 +312,7 @@ def test_episodes_are_counted_as_in_a_plain_loop():
                 episodes.append(tuple(totals[:, i]))
                 totals[:, i] = 0
         counted += zip(*charts.values(), strict=True)
-        np.testing.assert_array_equal(state[2], totals)
+        np.testing.assert_array_equal(state[-1], totals)
     assert len(episodes) > 100
     assert counted == episodes
 
@@ -335,7 +336,12 @@ def test_large_integers_are_the_same_numbers_for_acting_and_learning():
     run = Run(env_id="Amounts-v0", eval_episodes=1)
     alg, _ = dqn_jax.make_algorithm(args, run)
     seen = []
-    alg.act = lambda params, observation, *_: seen.append(observation) or np.ones(len(observation))
+
+    def act(params, observation, memory, *_):
+        seen.append(observation)
+        return np.ones(len(observation)), memory
+
+    alg.act = act
     envs = dqn_jax.make_envs(args, run, 2)
     (rollout,), _, _ = collect(alg, envs, None, None, count=1, seed=0)
     dqn_jax.evaluate(alg, run, None, 1)
@@ -422,7 +428,7 @@ def plain_run(args):
     params = [state.params, state.params]
     envs = dqn_jax.make_envs(args, SHORT_RUN, args.num_envs)
     observation, _ = envs.reset(seed=int(jax.random.fold_in(init_key, 0)[0]) // 4)
-    env_state = (observation, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
+    env_state = (observation, (), np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
     ended = []
     metrics = {}
     for step in range(0, args.total_timesteps, size):

@@ -79,7 +79,7 @@ def first_rollout(args, run):
     envs = dqn_jax.make_envs(args, run, args.num_envs)
     observation, _ = envs.reset(seed=5)
     n = args.num_envs
-    env_state = (observation, np.ones(n, bool), np.zeros((2, n)))
+    env_state = (observation, (), np.ones(n, bool), np.zeros((2, n)))
     params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
     key = jax.random.PRNGKey(0)
     rollout, (last, *_), _ = dqn_jax.collect_rollout(alg, envs, params, env_state, key, 0)

@@ -73,7 +73,7 @@ def steps_of_best(folder):
 
 def greedy(alg, params, observations):
     """The environment's actions without exploration."""
-    return alg.to_env_action(np.asarray(alg.act(params, observations)))
+    return alg.to_env_action(np.asarray(alg.act(params, observations)[0]))
 
 
 def wide_observations(*shape):

@@ -214,7 +214,7 @@ def test_observations_are_normalised_to_deviations_from_the_mean_and_at_most_10(
 def explore(alg, params, key=0, step=0):
     """Actions of 20,000 environments that all observe zeros."""
     observation = np.zeros((20_000, 3), np.float32)
-    actions = alg.act(params, observation, jax.random.PRNGKey(key), step)
+    actions, _ = alg.act(params, observation, (), jax.random.PRNGKey(key), step)
     assert actions.dtype == alg.example_step.action.dtype
     return np.asarray(actions)
 
@@ -239,7 +239,7 @@ def test_discrete_actions_are_drawn_from_the_policy():
         counts = np.bincount(actions * 3 + others)
         wanted = 20_000 * np.outer(p, p).ravel()
         assert scipy.stats.chisquare(counts, wanted).pvalue > 1e-3
-    np.testing.assert_array_equal(alg.act(params, np.zeros((5, 3), np.float32)), 2)
+    np.testing.assert_array_equal(alg.act(params, np.zeros((5, 3), np.float32))[0], 2)
 
 
 def test_continuous_actions_are_drawn_from_the_policy():
@@ -252,7 +252,8 @@ def test_continuous_actions_are_drawn_from_the_policy():
     np.testing.assert_array_equal(explore(alg, params), actions)
     for others in (second, explore(alg, params, step=1)[:, 0], explore(alg, params, key=1)[:, 0]):
         assert abs(np.corrcoef(first, others)[0, 1]) < 0.03  # 4 standard deviations
-    np.testing.assert_array_equal(alg.act(params, np.zeros((5, 3), np.float32)), [[1.0, -2.0]] * 5)
+    greedy, _ = alg.act(params, np.zeros((5, 3), np.float32))
+    np.testing.assert_array_equal(greedy, [[1.0, -2.0]] * 5)
 
 
 def test_act_sees_normalised_observations():
@@ -261,10 +262,10 @@ def test_act_sees_normalised_observations():
     stats = RunningMeanStd(jnp.array([1.0, 2, 3]), jnp.array([4.0, 9, 16]), jnp.float32(10))
     normalized = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
     raw = (normalized * [2, 3, 4] + [1, 2, 3]).astype(np.float32)
-    wanted = alg.act((state.params, None), normalized)
-    np.testing.assert_allclose(alg.act((state.params, stats), raw), wanted, rtol=1e-4)
+    wanted, _ = alg.act((state.params, None), normalized)
+    np.testing.assert_allclose(alg.act((state.params, stats), raw)[0], wanted, rtol=1e-4)
     # Normalisation matters for these actions.
-    assert np.abs(wanted - alg.act((state.params, None), raw)).max() > 1e-3
+    assert np.abs(wanted - alg.act((state.params, None), raw)[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
@@ -301,7 +302,7 @@ def test_the_first_policy_covers_the_box_and_the_rollout_keeps_its_tails():
     params = alg.policy_params(jax.jit(alg.init)(KEY))
     with ppo_jax.closing(ppo_jax.make_envs(args, run, 8)) as envs:
         observation, _ = envs.reset(seed=0)
-        env_state = (observation, np.ones(8, bool), np.zeros((2, 8)))
+        env_state = (observation, (), np.ones(8, bool), np.zeros((2, 8)))
         rollout, _, _ = ppo_jax.collect_rollout(alg, envs, params, env_state, KEY, 0)
     assert scipy.stats.kstest(rollout.action.ravel(), "norm").pvalue > 1e-3
     distance = rollout.action.clip(-1, 1) - rollout.observation

@@ -290,7 +290,7 @@ def test_the_policy_stays_in_the_box_whatever_it_sees(dtype):
     params = jax.jit(lambda key: alg.policy_params(alg.init(key)))(jax.random.PRNGKey(0))
     observation = np.random.default_rng(0).normal(scale=1e6, size=(100, 1)).astype(np.float32)
 
-    actions = np.asarray(alg.act(params, observation, jax.random.PRNGKey(1), 50_000))
+    actions = np.asarray(alg.act(params, observation, (), jax.random.PRNGKey(1), 50_000)[0])
 
     assert np.abs(actions).max() == 1
     for action in actions:
@@ -306,8 +306,9 @@ def before_learning():
 
 def test_actions_are_uniform_until_learning_starts():
     alg, params, observation = before_learning()
-    act = jax.vmap(alg.act, in_axes=(None, None, None, 0))
-    actions = np.asarray(act(params, observation, jax.random.PRNGKey(0), np.arange(0, 400)))
+    act = jax.vmap(alg.act, in_axes=(None, None, None, None, 0))
+    actions, _ = act(params, observation, (), jax.random.PRNGKey(0), np.arange(0, 400))
+    actions = np.asarray(actions)
     assert kstest(actions.ravel(), "uniform", args=(-1, 2)).pvalue > 0.01
     second = actions[:-1, :, 1].ravel()
     for axis in (0, 1):  # steps are independent of each other
@@ -319,13 +320,13 @@ def test_the_policy_acts_when_learning_has_started():
     alg, params, observation = before_learning()
     mean, log_std = alg.actor.apply(params, observation)
     assert ((log_std > -5) & (log_std < 2)).all()
-    act = jax.vmap(alg.act, in_axes=(None, None, None, 0))
-    actions = act(params, observation, jax.random.PRNGKey(0), np.arange(400, 1_400))
+    act = jax.vmap(alg.act, in_axes=(None, None, None, None, 0))
+    actions, _ = act(params, observation, (), jax.random.PRNGKey(0), np.arange(400, 1_400))
     noise = (np.arctanh(np.float64(actions)) - mean) / np.exp(log_std)
     near = np.abs(mean) + 3 * np.exp(log_std) < 8  # where float32 tells tanh from 1
     assert near.any()
     assert kstest(noise[:, near].ravel(), "norm").pvalue > 0.01
-    np.testing.assert_allclose(alg.act(params, observation), np.tanh(mean), rtol=1e-5)
+    np.testing.assert_allclose(alg.act(params, observation)[0], np.tanh(mean), rtol=1e-5)
 
 
 # --- what is learned
@@ -440,7 +441,7 @@ def test_it_learns_the_best_action_and_the_values_of_all(simple_networks):
     values = -((3 + 2 * np.array(ACTIONS) - 2) ** 2)
     np.testing.assert_allclose(q_of(alg, state, ACTIONS), [[values]] * 2, atol=0.02)
     observation = np.eye(3, dtype=np.float32)[:1]
-    best = alg.act(state.policy.actor, observation)
+    best, _ = alg.act(state.policy.actor, observation)
     np.testing.assert_allclose(alg.to_env_action(best), 2, atol=0.05)
     # Alpha has brought the entropy to minus the number of axes.
     np.testing.assert_allclose(entropy_of(alg, state), -1, atol=0.05)
