@@ -241,7 +241,7 @@ def load_policy(folder: Path | str, script: Any) -> Callable[[Any], np.ndarray]:
             expected = ", ".join(map(str, shape))
             raise ValueError(f"observations must be [N, {expected}], not {np.shape(observations)}")
         num_envs = len(observations)
-        if any(len(x) != num_envs for x in jax.tree.leaves(memory)):
+        if any(len(x) != num_envs for x in memory):
             memory = script.no_memory(alg, num_envs)
         memory = script.keep_memory(memory, ~np.broadcast_to(is_first, num_envs))
         action, memory = alg.act(params, np.asarray(observations, dtype), memory)

@@ -44,7 +44,7 @@ class JaxEnvState(NamedTuple):
 
     observation: Array  # [N, ...], what the policy sees
     valid: Array  # [N] bool, False where the next step only resets
-    memory: Any  # [N, ...], of the agent
+    memory: tuple  # arrays [N, ...], of the agent
     inner: Any  # [N, ...], the states of the FuncEnv
     length: Array  # [N] int32, steps of the episode so far
 
@@ -85,9 +85,8 @@ class JaxEnvs:
         inner = self.initial(keys)
         stack = jnp.zeros((num_envs, *self.alg.example_step.observation.shape), self.dtype)
         observation = self.observe(stack, jnp.zeros(num_envs, bool), inner, keys)
-        memory = jax.tree.map(
-            lambda x: jnp.zeros((num_envs, *x.shape), x.dtype), self.alg.example_step.memory
-        )
+        example = self.alg.example_step.memory
+        memory = tuple(jnp.zeros((num_envs, *x.shape), x.dtype) for x in example)
         length = jnp.zeros(num_envs, jnp.int32)
         return JaxEnvState(observation, jnp.ones(num_envs, bool), memory, inner, length)
 
@@ -120,7 +119,7 @@ class JaxEnvs:
             memory=state.memory,
         )
         choose = jax.vmap(jnp.where)
-        memory = jax.tree.map(lambda x: choose(valid, x, jnp.zeros_like(x)), memory)
+        memory = tuple(choose(valid, x, jnp.zeros_like(x)) for x in memory)
         inner = jax.tree.map(lambda x, start: choose(valid, x, start), after, starts)
         observation = self.observe(state.observation, valid, inner, keys)
         return JaxEnvState(observation, ~(terminated | truncated), memory, inner, length), row

@@ -547,14 +547,14 @@ def make_algorithm(args: Args, run: Run) -> tuple[Algorithm, bool]:
     return alg, is_jax_env and run.vectorization == "auto"
 
 
-def no_memory(alg: Algorithm, num_envs: int):
-    """The memory [N, ...] at the start of an episode: zeros, or () of an agent without one."""
-    return jax.tree.map(lambda x: np.zeros((num_envs, *x.shape), x.dtype), alg.example_step.memory)
+def no_memory(alg: Algorithm, num_envs: int) -> tuple:
+    """Arrays [N, ...] of zeros, the memory at the start of an episode; () of an agent without."""
+    return tuple([np.zeros((num_envs, *x.shape), x.dtype) for x in alg.example_step.memory])
 
 
-def keep_memory(memory, valid):
-    """The memory [N, ...] after a step: zeros where it only reset, that is, was not valid [N]."""
-    return jax.tree.map(lambda x: (np.asarray(x).T * valid).T, memory)
+def keep_memory(memory: tuple, valid) -> tuple:
+    """The memory after a step, zeros where the step only reset, that is, was not valid [N]."""
+    return tuple([(np.asarray(x).T * valid).T for x in memory])
 
 
 def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: int):
@@ -565,7 +565,8 @@ def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: i
     charts: dict = defaultdict(list)  # numbers whose means are logged
     for t in range(shape[0]):
         rollout.observation[t] = observation
-        jax.tree.map(lambda rows, x, t=t: np.copyto(rows[t], x), rollout.memory, memory)
+        for rows, x in zip(rollout.memory, memory, strict=True):
+            rows[t] = x
         now = step + t * shape[1]
         action, memory = alg.act(params, rollout.observation[t], memory, key, now)
         memory = keep_memory(memory, valid)

@@ -25,14 +25,14 @@ from tqdm import tqdm
 
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
-MAY_BE_0 = ("seed", "eval_episodes", "checkpoint_interval", "learning_starts")
+MAY_BE_0 = ("seed", "eval_episodes", "checkpoint_interval", "learning_starts", "burn_in")
 NOT_NEGATIVE = (
     *("learning_rate", "policy_lr", "q_lr", "adam_epsilon", "max_grad_norm", "clip_coef"),
     *("alpha", "target_kl", "priority_exponent", "priority_epsilon"),
 )
 FRACTIONS = (
     *("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction"),
-    "importance_exponent",
+    *("importance_exponent", "priority_max_fraction"),
 )
 STOPPING = b"\nstopping after this iteration; once more ends the run without saving\n"
 
