@@ -204,8 +204,8 @@ class R2D2:
         observation = np.zeros(observation_space.shape, dtype)
         carry = np.zeros(args.hidden_size, np.float32)
         memory = (carry, carry, np.int32(0))
-        flags = [np.False_] * 3
-        self.example_step = Step(observation, np.int32(0), np.float32(0), *flags, memory)
+        no = np.False_
+        self.example_step = Step(observation, np.int32(0), np.float32(0), no, no, no, memory)
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
