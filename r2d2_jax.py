@@ -18,10 +18,9 @@ A rollout is S steps of N environments. The agent learns from it while they take
 With an environment written in JAX, both take turns in one compiled program: see compiled.py.
 
 The replay draws windows of steps, each stored with the memory that the agent had before it. A
-window begins with the stored memory, a burn-in brings it up to date, and the steps after it are
-learned from. If a time limit truncates, the target bootstraps. Differs from the paper: one process
-instead of 256 actors, an annealed epsilon, new windows get the largest priority, the last reward is
-no input, and the hyperparameters are for small tasks.
+burn-in brings this memory up to date, and the steps after it are learned from. If a time limit
+truncates, the target bootstraps. Differs from the paper: one process, an annealed epsilon, the
+largest priority for new windows, no last reward as input, hyperparameters for small tasks.
 """
 
 import json
@@ -68,8 +67,7 @@ class Args:
     max_grad_norm: float = 40.0  # largest norm of a gradient, which is scaled down to it
     buffer_size: int = 50_000  # steps that the replay buffer holds
     gamma: float = 0.99  # discount factor
-    tau: float = 1.0  # Polyak coefficient of the target network; 1 copies the online network
-    target_network_frequency: int = 2_000  # steps between two updates of the target network
+    target_network_frequency: int = 2_000  # steps between two copies to the target network
     batch_size: int = 32  # windows per gradient step
     start_e: float = 1.0  # epsilon, the probability of a random action, at the start
     end_e: float = 0.05  # epsilon from the end of exploration-fraction on
@@ -102,14 +100,14 @@ class QNetwork(nn.Module):
 
     num_actions: int
     hidden_size: int
-    last_action: bool
+    last_action: bool  # whether it sees that of the step before: one-hot, zeros if there was none
 
     @nn.compact
     def __call__(self, carry, observation, last_action, valid):
         x = observation.reshape(valid.size, *observation.shape[2:])
         x = self.features(x).reshape(*valid.shape, -1)
         if self.last_action:
-            one_hot = jax.nn.one_hot(last_action - 1, self.num_actions)  # zeros if there was none
+            one_hot = jax.nn.one_hot(last_action - 1, self.num_actions, dtype=x.dtype)
             x = jnp.concatenate([x, one_hot], axis=-1)
         scan = nn.scan(self.step, variable_broadcast="params", split_rngs={"params": False})
         carry, x = scan(nn.OptimizedLSTMCell(self.hidden_size), carry, (x, valid))
@@ -211,10 +209,9 @@ class R2D2:
             self.stored_step = self.example_step._replace(observation=observation[-1])
         self.network: Any = QNetwork(self.num_actions, args.hidden_size, args.last_action)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
+        clip = optax.clip_by_global_norm(args.max_grad_norm)
         adam = optax.adam(args.learning_rate, eps=args.adam_epsilon)
-        self.optimizer = optax.flatten(
-            optax.chain(optax.clip_by_global_norm(args.max_grad_norm), adam)
-        )
+        self.optimizer = optax.flatten(optax.chain(clip, adam))
         exploration_steps = int(args.exploration_fraction * args.total_timesteps)
         self.epsilon = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
         self.replay = buffers.prioritised_replay(
@@ -250,11 +247,9 @@ class R2D2:
 
         last_action in a memory is 1 + the action of the step before, and 0 if there was none.
         """
-        *carry, last_action = memory
-        valid = jnp.ones((1, len(observation)), bool)
-        q_values, carry = self.network.apply(
-            params, tuple(carry), observation[None], last_action[None], valid
-        )
+        cell, hidden, last_action = memory
+        step_input = observation[None], last_action[None], jnp.ones((1, len(observation)), bool)
+        q_values, carry = self.network.apply(params, (cell, hidden), *step_input)
         action = jnp.argmax(q_values[0], axis=-1).astype(jnp.int32)
         if key is not None:
             key = jax.random.fold_in(key, step)
@@ -270,9 +265,7 @@ class R2D2:
     def to_window(self, experience: Step) -> Step:
         """Turns windows of steps [B, W, ...] into windows [W, B, ...] of stacks of frames."""
         first = self.args.frame_stack - 1  # the steps before it only fill its stack
-        stack = buffers.stack_frames(
-            experience.observation, self.args.frame_stack, experience.valid
-        )
+        stack = buffers.stack_frames(experience.observation, first + 1, experience.valid)
         window = jax.tree.map(lambda x: x[:, first:], experience._replace(observation=()))
         return jax.tree.map(lambda x: x.swapaxes(0, 1), window._replace(observation=stack))
 
@@ -308,10 +301,8 @@ class R2D2:
         # A step that only resets has the last observation of its episode, and the memory of it.
         next_value = following(next_value, 1)[jnp.arange(len(num_steps)), num_steps - 1]
         if self.args.rescale_values:
-            target = rescale(reward + discount * unscale(next_value))
-        else:
-            target = reward + discount * next_value
-        return target.reshape(length, -1)
+            return rescale(reward + discount * unscale(next_value)).reshape(length, -1)
+        return (reward + discount * next_value).reshape(length, -1)
 
     def loss(self, params, target_params, window: Step, weights):
         """Weighted mean squared TD error of windows [W, B, ...]; metrics, and TD errors [L, B]."""
@@ -319,12 +310,12 @@ class R2D2:
         q_values = self.unroll(params, window)
         next_q = self.unroll(target_params, window)
         selector = q_values if args.double_q else next_q
-        # One-hot instead of indexing, whose gradient is a slow scatter.
-        next_action = jax.nn.one_hot(jnp.argmax(selector, axis=-1), self.num_actions)
-        next_value = jnp.sum(next_q * next_action, axis=-1)
+        next_action = jnp.argmax(selector, axis=-1, keepdims=True)
+        next_value = jnp.take_along_axis(next_q, next_action, axis=-1)[..., 0]
         steps = jax.tree.map(lambda x: x[args.burn_in :], window)
         target = jax.lax.stop_gradient(self.targets(steps, next_value))
         steps = jax.tree.map(lambda x: x[: args.train_length], steps)
+        # One-hot instead of indexing, whose gradient is a slow scatter.
         chosen = jax.nn.one_hot(steps.action, self.num_actions, dtype=jnp.float32)
         value = jnp.sum(q_values[: args.train_length] * chosen, axis=-1)
         rows = jnp.maximum(steps.valid.sum(), 1)
@@ -341,7 +332,7 @@ class R2D2:
         return eta * error.max(axis=0) + (1 - eta) * mean + self.args.priority_epsilon
 
     def gradient_step(self, state: State, key, step) -> tuple[State, dict]:
-        """Learns from a batch of the replay, and updates the target network when it is due."""
+        """Learns from a batch of the replay, and copies to the target network when it is due."""
         args = self.args
         sample = self.replay.sample(state.replay, key, args.batch_size)
         window = self.to_window(self.shard_batch(sample.experience))
@@ -356,8 +347,7 @@ class R2D2:
         params = optax.apply_updates(state.params, updates)
         num_updates = state.num_updates + 1
         period = max(args.target_network_frequency // args.train_frequency, 1)
-        tau = jnp.where(num_updates % period == 0, args.tau, 0.0)
-        target_params = optax.incremental_update(params, state.target_params, tau)
+        target_params = optax.periodic_update(params, state.target_params, num_updates, period)
         return State(params, target_params, opt_state, replay, num_updates), metrics
 
     def train_step(self, state: State, rollout: Step, next_observation, key, step):

@@ -20,10 +20,11 @@ from events import ROOT, read_events
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+import r2d2_jax
 import sac_jax
 from vault import Vault
 
-SCRIPTS = {script.__name__: script for script in (dqn_jax, per_dqn_jax, ppo_jax, sac_jax)}
+SCRIPTS = {x.__name__: x for x in (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax)}
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks" / "README.md"]
 RECIPES = [str(file.relative_to(ROOT)) for file in FILES if file.parent.name == "recipes"]
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
@@ -436,13 +437,12 @@ def test_experience_of_another_environment_is_not_learned_from(tmp_path, monkeyp
 
 # Whatever of a recipe is made smaller for its test.
 SMALLER: dict[str, tuple[str, str]] = {
-    "recurrent": ("SEEDS = 5\nSTEPS = 1_400", "SEEDS = 1\nSTEPS = 350"),
     "whole_episodes": (
         "LENGTH = 10  # steps to the goal; a wrong action ends the episode\nSTEPS = 20_000",
         "LENGTH = 7\nSTEPS = 2_000",
     ),
 }
-LONG = ("recurrent", "whole_episodes", "two_players", "relabelled")
+LONG = ("whole_episodes", "two_players", "relabelled")
 PROGRAMS = {
     page.split("/")[-1].removesuffix(".md"): block
     for page in RECIPES

@@ -26,6 +26,7 @@ import checkpoints
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+import r2d2_jax
 import sac_jax
 from dqn_jax import Args, Run, Step, UsageError, train
 
@@ -35,7 +36,7 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, sac_jax)
+SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax)
 
 
 # ----------------------------------------------------------------------------------- environments
@@ -600,6 +601,7 @@ FAST_FLAGS = {
     dqn_jax: dict(learning_starts=128, num_envs=2),
     per_dqn_jax: dict(learning_starts=128, num_envs=2),
     ppo_jax: dict(num_steps=64, num_envs=2),
+    r2d2_jax: dict(learning_starts=128, num_envs=2),
     sac_jax: dict(learning_starts=256),
 }
 TINY = dict(log_interval=128, eval_episodes=1, eval_max_steps=50)
@@ -618,10 +620,12 @@ def assert_learned(folder):
         slow(dqn_jax, "JAX_DEBUG_NANS"),
         (per_dqn_jax, "JAX_DEBUG_NANS"),
         slow(ppo_jax, "JAX_DEBUG_NANS"),
+        slow(r2d2_jax, "JAX_DEBUG_NANS"),
         slow(sac_jax, "JAX_DEBUG_NANS"),
         (dqn_jax, "JAX_ENABLE_X64"),
         slow(per_dqn_jax, "JAX_ENABLE_X64"),
         slow(ppo_jax, "JAX_ENABLE_X64"),
+        slow(r2d2_jax, "JAX_ENABLE_X64"),
         slow(sac_jax, "JAX_ENABLE_X64"),
     ],
 )

@@ -18,12 +18,14 @@ import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+import r2d2_jax
 import sac_jax
 
 SCRIPTS = {
     "dqn_jax": dqn_jax,
     "per_dqn_jax": per_dqn_jax,
     "ppo_jax": ppo_jax,
+    "r2d2_jax": r2d2_jax,
     "sac_jax": sac_jax,
 }
 MARK = "# === common to all scripts ==="
@@ -32,6 +34,7 @@ SMALL = {
     "dqn_jax": "--learning-starts 200 --batch-size 16 --buffer-size 500",
     "per_dqn_jax": "--learning-starts 200 --batch-size 16 --buffer-size 500",
     "ppo_jax": "--num-steps 16 --update-epochs 1 --num-minibatches 1",
+    "r2d2_jax": "--learning-starts 200 --batch-size 16 --buffer-size 500 --train-frequency 20",
     "sac_jax": "--learning-starts 200 --batch-size 16 --buffer-size 500 --train-frequency 20",
 }
 
@@ -110,6 +113,8 @@ OWN_CHARTS = {
     "losses/priority_max charts/epsilon charts/gradient_steps charts/beta",
     "ppo_jax": "losses/policy_loss losses/value_loss losses/entropy losses/old_approx_kl "
     "losses/approx_kl losses/clipfrac losses/explained_variance charts/learning_rate",
+    "r2d2_jax": "losses/td_loss losses/q_values losses/priority_max charts/epsilon "
+    "charts/gradient_steps",
     "sac_jax": "losses/qf1_values losses/qf2_values losses/qf1_loss losses/qf2_loss "
     "losses/qf_loss losses/actor_loss losses/alpha losses/alpha_loss charts/gradient_steps",
 }
@@ -126,10 +131,11 @@ def assert_charts_are_complete(scalars, name, points):
     assert [step for step, _ in scalars["eval/episodic_return"]] == points[-1:]
 
 
-@pytest.mark.parametrize("name", ["dqn_jax", slow("per_dqn_jax"), slow("ppo_jax"), slow("sac_jax")])
+@pytest.mark.parametrize("name", ["dqn_jax", *map(slow, list(SCRIPTS)[1:])])
 def test_copied_with_buffers_alone_it_runs_and_its_events_can_be_read(name, tmp_path):
     module = SCRIPTS[name]
-    for file in (f"{name}.py", "buffers.py"):
+    own = ["memory_tasks.py"] if name == "r2d2_jax" else []  # its default environment
+    for file in (f"{name}.py", "buffers.py", *own):
         shutil.copy(ROOT / file, tmp_path)
     flags = f"--total-timesteps 2000 --num-envs 4 --log-interval 100 {SMALL[name]}"
     done = run_script(name, flags, tmp_path)
