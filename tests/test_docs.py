@@ -220,6 +220,30 @@ def test_a_trained_agent_plays_an_episode(block, frame_stack, tmp_path, monkeypa
     np.testing.assert_array_equal(names["observation"], newest)
 
 
+def test_an_agent_with_a_memory_plays_an_episode(tmp_path, monkeypatch):
+    """It acts as the agent does whose memory goes from step to step, from an empty one on."""
+    monkeypatch.chdir(tmp_path)
+    args = r2d2_jax.Args(total_timesteps=800, learning_starts=480)
+    state, _, folder = r2d2_jax.train(args, r2d2_jax.Run(eval_episodes=1))
+    (code,) = blocks("docs/r2d2.md", "python")
+    names: dict[str, Any] = {}
+    exec(re.sub(r'"runs/.*"', repr(str(folder)), code), names)
+
+    alg, _ = r2d2_jax.make_algorithm(args, r2d2_jax.Run())
+    memory = r2d2_jax.no_memory(alg, 1)
+    steps = 0
+    over = False
+    with gym.make("memory_tasks:CartPoleNoVelocity-v0") as env:
+        observation, _ = env.reset(seed=0)
+        while not over:
+            action, memory = alg.act(state.params, observation[None], memory)
+            observation, _, terminated, truncated, _ = env.step(int(action[0]))
+            over = terminated or truncated
+            steps += 1
+    assert names["episodic_return"] == steps
+    np.testing.assert_array_equal(names["observation"], observation)
+
+
 class Succeeds(gym.Env):
     """Episodes of two steps; every fourth of them succeeds."""
 
@@ -476,7 +500,7 @@ def test_the_table_of_recipes_has_each_of_them():
 
 
 def test_every_block_of_python_is_run_by_a_test():
-    ours = ("README.md", "docs/buffers.md", "docs/runs.md")
+    ours = ("README.md", "docs/buffers.md", "docs/runs.md", "docs/r2d2.md")
     for page in PAGES:
         others = [x for x in blocks(page, "python") if x not in MODULES.values()]
         # A recipe is one program, or a module that a test of its own runs.
