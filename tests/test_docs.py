@@ -1,21 +1,25 @@
 """README.md, docs/ and benchmarks/README.md: links lead somewhere, code runs, flags exist."""
 
 import importlib
+import io
 import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
+import PIL.Image
 import pytest
 from conftest import slow
 from events import ROOT, read_events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dqn_jax
 import per_dqn_jax
@@ -131,10 +135,11 @@ def test_tables_of_metrics_have_those_of_the_scripts(name):
 def test_the_example_runs(page):
     names = {}
     exec(blocks(page, "python")[0], names)
-    key = "s" if page == "README.md" else "observation"
-    assert names["sample"].experience[key].shape == (128, 4)
-    if page == "README.md":  # V(s) is the first number of s, as the next one's is 0 in the mean
-        assert names["w"].tolist() == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=0.2)
+    assert names["sample"].experience["observation"].shape == (128, 4)
+    if page == "README.md":
+        assert names["weights"].tolist() == [1.0] * 128  # all were as likely
+        largest = abs(names["td_error"]).max()
+        assert names["state"].max_priority == pytest.approx(largest + 1e-6)
 
 
 def test_the_vault_of_the_page_holds_the_rows(tmp_path, monkeypatch):
@@ -278,30 +283,85 @@ def edited(old, new, tmp_path, monkeypatch):
     return importlib.import_module("my_dqn")
 
 
-def test_the_success_rate_of_the_page_is_charted(tmp_path, monkeypatch):
-    line = "        valid = ~(rollout.terminated[t] | rollout.truncated[t])\n"
-    code = blocks("docs/runs.md", "python")[3]
-    my_dqn = edited(line, line + code, tmp_path, monkeypatch)
-    args = my_dqn.Args(total_timesteps=480, num_envs=2, learning_starts=200)
-    run = my_dqn.Run(env_id="Succeeds-v0", log_interval=240, eval_episodes=0, checkpoint_interval=0)
-    _, _, folder = my_dqn.train(args, run)
-    scalars, _ = read_events(folder)
-    assert scalars["charts/success_rate"] == [(240, 0.25), (480, 0.25)]
+def patched(heading, tmp_path, monkeypatch):
+    """dqn_jax.py with the change of docs/README.md under `heading`, as a module."""
+    after = PAGES["docs/README.md"].split(f"**... {heading}?**")[1]
+    diff = re.search(r"```diff\n(.*?)```", after, re.DOTALL)[1].splitlines()
+    old = "\n".join(line[1:] for line in diff if line[0] != "+")
+    new = "\n".join(line[1:] for line in diff if line[0] != "-")
+    new = new.replace("is_due(10_000,", "is_due(100,")
+    my_dqn = edited(old, new, tmp_path, monkeypatch)
+    my_dqn.io, my_dqn.PIL = io, PIL  # which the page says to import
+    return my_dqn
 
 
-def test_the_chart_of_the_page_is_one_line_of_the_loss(tmp_path, monkeypatch):
-    entry = re.search(r"`(\"losses/largest_q\": .*?)`", PAGES["docs/runs.md"])[1]
-    old = '{"losses/td_loss": loss, '
-    my_dqn = edited(old, f"{old}{entry}, ", tmp_path, monkeypatch)
-    args = my_dqn.Args(total_timesteps=480, num_envs=2, learning_starts=200)
-    run = my_dqn.Run(env_id="Succeeds-v0", log_interval=240, eval_episodes=0, checkpoint_interval=0)
-    _, _, folder = my_dqn.train(args, run)
+def trained(module, env_id="CartPole-v1"):
+    """The State of a short run, its charts and its folder."""
+    args = module.Args(total_timesteps=480, num_envs=2, learning_starts=200)
+    run = module.Run(env_id=env_id, log_interval=240, eval_episodes=0, checkpoint_interval=0)
+    state, _, folder = module.train(args, run)
     scalars, _ = read_events(folder)
-    # All observations are alike, so that the largest value is at least their mean.
+    return state, scalars, folder
+
+
+def test_how_to_log_a_number(tmp_path, monkeypatch):
+    _, scalars, _ = trained(patched("log a number", tmp_path, monkeypatch))
     largest = dict(scalars["losses/largest_q"])
     mean = dict(scalars["losses/q_values"])
     assert largest.keys() == mean.keys() == {240, 480}
-    assert all(largest[step] >= mean[step] for step in mean)
+    assert all(largest[step] > mean[step] for step in mean)
+
+
+def test_how_to_log_a_number_from_the_environment(tmp_path, monkeypatch):
+    my_dqn = patched("log a number from the environment", tmp_path, monkeypatch)
+    _, scalars, _ = trained(my_dqn, "Succeeds-v0")
+    assert scalars["charts/success_rate"] == [(240, 0.25), (480, 0.25)]
+
+
+def test_how_to_log_an_image(tmp_path, monkeypatch):
+    _, _, folder = trained(patched("log an image", tmp_path, monkeypatch))
+    events = EventAccumulator(str(folder), size_guidance={"images": 0})
+    events.Reload()
+    assert [image.step for image in events.Images("weights")] == [100, 200, 300, 400]
+    image = PIL.Image.open(io.BytesIO(events.Images("weights")[0].encoded_image_string))
+    assert image.size == (120, 4)
+
+
+def test_how_to_add_a_wrapper(tmp_path, monkeypatch):
+    state, _, _ = trained(patched("add a wrapper", tmp_path, monkeypatch))
+    assert state.params["params"]["Dense_0"]["kernel"].shape == (5, 120)
+
+
+def test_how_to_change_the_network(tmp_path, monkeypatch):
+    state, _, _ = trained(patched("change the network", tmp_path, monkeypatch))
+    assert state.params["params"]["Dense_0"]["kernel"].shape == (4, 256)
+    assert "LayerNorm_1" in state.params["params"]
+
+
+def test_how_to_change_the_optimiser(tmp_path, monkeypatch):
+    state, _, _ = trained(patched("change the optimiser", tmp_path, monkeypatch))
+    assert state.opt_state[1][0].mu["params"]["Dense_0"]["kernel"].shape == (4, 120)
+
+
+def test_how_to_change_the_exploration(tmp_path, monkeypatch):
+    """A softmax of values 0 and 1 at a temperature of 1 / log(3) has the odds 1 to 3."""
+    my_dqn = patched("change the exploration", tmp_path, monkeypatch)
+    args = my_dqn.Args(start_e=1 / np.log(3), end_e=1 / np.log(3))
+    spaces = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+    alg = my_dqn.DQN(args, *spaces)
+    alg.network = SimpleNamespace(apply=lambda params, x: x)
+    values = np.tile(np.float32([0, 1]), (20_000, 1))
+    actions, _ = alg.act(None, values, (), jax.random.PRNGKey(0), 0)
+    assert np.mean(actions) == pytest.approx(0.75, abs=0.015)
+    assert alg.act(None, values)[0].all()
+
+
+def test_how_to_change_the_replay(tmp_path, monkeypatch):
+    my_dqn = patched("change the replay", tmp_path, monkeypatch)
+    alg, _ = my_dqn.make_algorithm(my_dqn.Args(num_envs=2, n_step=2), my_dqn.Run())
+    assert (alg.replay.period, alg.replay.window) == (3, 3)
+    assert alg.replay.max_size >= 10_000
+    trained(my_dqn)
 
 
 MODULES = {
