@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,9 @@ def open_run(
         saver.on_close.append(usage.lock_run(folder))
         flags = {"run": vars(before), "args": vars(alg.args)}
         (folder / "args.json").write_text(json.dumps(flags))
+        tracking.write_origin(folder, saver.begin)
+    if run.track:
+        saver.on_close.append(partial(tracking.log_videos, folder, saver.begin))
     saver.on_close.append(usage.stop_on_signals(stop, run))
     return saver, state
 

@@ -71,7 +71,9 @@ class Args:
     end_e: float = 0.05  # epsilon from the end of exploration-fraction on
     exploration_fraction: float = 0.5  # fraction of total-timesteps over which epsilon is annealed
     learning_starts: int = 10_000  # steps before the first gradient step; 0: batch-size
-    train_frequency: int = 10  # steps per gradient step
+    train_frequency: int = 10  # steps between gradient steps
+    gradient_steps: int = 1  # gradient steps every train-frequency steps
+    hidden_sizes: tuple[int, ...] = (120, 84)  # widths of the layers, but for images
     n_step: int = 1  # n of the n-step return
     double_q: bool = True  # double DQN: the online network selects the next action
     priority_exponent: float = 0.6  # alpha: 0 is uniform replay, 1 is proportional to priorities
@@ -86,6 +88,7 @@ class QNetwork(nn.Module):
     """Q(s, .) [B, num_actions] of observations [B, ...]."""
 
     num_actions: int
+    hidden_sizes: tuple[int, ...] = (120, 84)
 
     @nn.compact
     def __call__(self, x):
@@ -95,8 +98,8 @@ class QNetwork(nn.Module):
             if images.are_images(x):
                 return nn.Dense(self.num_actions)(images.nature_cnn(x))
         x = x.reshape(len(x), -1).astype(jnp.float32)
-        x = nn.relu(nn.Dense(120)(x))
-        x = nn.relu(nn.Dense(84)(x))
+        for width in self.hidden_sizes:
+            x = nn.relu(nn.Dense(width)(x))
         return nn.Dense(self.num_actions)(x)
 
 
@@ -157,6 +160,7 @@ class DQN:
         # The smallest number of steps that num_envs and train_frequency divide.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
+        self.updates_per_iteration *= args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
         dtype = np.uint8 if observation_space.dtype == np.uint8 else np.float32
         observation = np.zeros(observation_space.shape, dtype)
@@ -164,7 +168,7 @@ class DQN:
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
-        self.network: Any = QNetwork(self.num_actions)
+        self.network: Any = QNetwork(self.num_actions, args.hidden_sizes)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         self.optimizer = optax.flatten(optax.adam(args.learning_rate, eps=args.adam_epsilon))
         exploration_steps = int(args.exploration_fraction * args.total_timesteps)
@@ -265,8 +269,8 @@ class DQN:
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         num_updates = state.num_updates + 1
-        period = max(args.target_network_frequency // args.train_frequency, 1)
-        tau = jnp.where(num_updates % period == 0, args.tau, 0.0)
+        period = args.target_network_frequency * args.gradient_steps // args.train_frequency
+        tau = jnp.where(num_updates % max(period, 1) == 0, args.tau, 0.0)
         target_params = optax.incremental_update(params, state.target_params, tau)
         return State(params, target_params, opt_state, replay, num_updates), metrics
 
@@ -294,6 +298,7 @@ class DQN:
         metrics["charts/epsilon"] = self.epsilon(step)
         metrics["charts/beta"] = self.beta(step)
         metrics["charts/gradient_steps"] = gradient_steps
+        metrics["charts/replay_ratio"] = gradient_steps / self.steps_per_iteration
         return state, self.policy_params(state), metrics
 
 

@@ -61,6 +61,7 @@ class Args:
     total_timesteps: int = 500_000  # steps of training
     num_envs: int = 4  # environments stepped together
     num_steps: int = 128  # steps of each environment in a rollout
+    hidden_sizes: tuple[int, ...] = (64, 64)  # widths of the layers, but for images
     num_minibatches: int = 4  # gradient steps per epoch, each on an equal part of the rollout
     update_epochs: int = 4  # epochs per rollout
     learning_rate: float = 2.5e-4  # learning rate of Adam
@@ -85,6 +86,7 @@ class ActorCritic(nn.Module):
 
     num_actions: int
     is_gaussian: bool
+    hidden_sizes: tuple[int, ...] = (64, 64)
 
     @nn.compact
     def __call__(self, x):
@@ -92,8 +94,9 @@ class ActorCritic(nn.Module):
             return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))(x)
 
         def mlp(x):
-            x = nn.tanh(dense(x, 64, 2**0.5))
-            return nn.tanh(dense(x, 64, 2**0.5))
+            for width in self.hidden_sizes:
+                x = nn.tanh(dense(x, width, 2**0.5))
+            return x
 
         actor = critic = None
         if x.dtype == jnp.uint8 and x.ndim > 2:
@@ -254,7 +257,7 @@ class PPO:
         self.example_step = Step(observation, action, np.float32(0), *[np.False_] * 3)
         if args.normalize_observations == "yes" and dtype == np.uint8 and observation.ndim > 1:
             raise UsageError("normalize_observations takes no images: the network scales them")
-        self.network: Any = ActorCritic(num_actions, self.is_box)
+        self.network: Any = ActorCritic(num_actions, self.is_box, args.hidden_sizes)
         self.shard_batch = lambda batch: batch  # compiled.py may split a batch over devices
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 

@@ -64,7 +64,7 @@ class Args:
     num_envs: int = 8  # environments stepped together
     learning_rate: float = 1e-3  # learning rate of Adam
     adam_epsilon: float = 1e-3  # epsilon of Adam
-    max_grad_norm: float = 40.0  # largest norm of a gradient, which is scaled down to it
+    max_grad_norm: float = 1.0  # largest norm of a gradient, which is scaled down to it
     buffer_size: int = 50_000  # steps that the replay buffer holds
     gamma: float = 0.99  # discount factor
     target_network_frequency: int = 2_000  # steps between two copies to the target network

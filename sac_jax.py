@@ -65,10 +65,15 @@ class Args:
     tau: float = 0.005  # Polyak coefficient of the target critics
     batch_size: int = 256  # transitions per gradient step
     learning_starts: int = 5_000  # steps of random actions, without learning; 0: batch-size
-    train_frequency: int = 1  # steps per gradient step of the critics
+    train_frequency: int = 1  # steps between gradient steps of the critics
+    gradient_steps: int = 1  # gradient steps of the critics every train-frequency steps
+    hidden_sizes: tuple[int, ...] = (256, 256)  # widths of the layers, but for images
+    critic_layer_norm: bool = False  # normalise the layers of the critics, as in DroQ
+    critic_dropout: float = 0.0  # fraction of a critic's units that are dropped, as in DroQ
     policy_lr: float = 3e-4  # learning rate of Adam for the policy
     q_lr: float = 1e-3  # learning rate of Adam for the critics and for alpha
     policy_frequency: int = 2  # gradient steps of the critics between two updates of the policy
+    policy_steps: int = 0  # gradient steps of such an update; 0: policy-frequency
     target_network_frequency: int = 1  # gradient steps between two updates of the target critics
     alpha: float = 0.2  # coefficient of the entropy, if it is not tuned
     autotune: bool = True  # tune alpha, from 1 on, towards a target entropy of -dim(action)
@@ -89,13 +94,21 @@ def features(x):
 
 
 class Critic(nn.Module):
-    """Q(s, a) [B] of observations [B, ...] and actions [B, A]."""
+    """Q(s, a) [B] of observations [B, ...] and actions [B, A].
+
+    Layers with dropout and normalisation are as in DroQ: Hiraoka et al. 2022, arXiv 2110.02034.
+    """
+
+    hidden_sizes: tuple[int, ...]
+    layer_norm: bool
+    dropout: float
 
     @nn.compact
     def __call__(self, observation, action):
         x = jnp.concatenate([features(observation), action], axis=-1)
-        x = nn.relu(nn.Dense(256)(x))
-        x = nn.relu(nn.Dense(256)(x))
+        for width in self.hidden_sizes:
+            x = nn.Dropout(self.dropout, deterministic=False)(nn.Dense(width)(x))
+            x = nn.relu(nn.LayerNorm()(x) if self.layer_norm else x)
         return nn.Dense(1)(x)[:, 0]
 
 
@@ -103,12 +116,13 @@ class Actor(nn.Module):
     """Means and log deviations [B, A] of the Gaussian whose tanh is the action."""
 
     num_actions: int
+    hidden_sizes: tuple[int, ...]
 
     @nn.compact
     def __call__(self, observation):
         x = features(observation)
-        x = nn.relu(nn.Dense(256)(x))
-        x = nn.relu(nn.Dense(256)(x))
+        for width in self.hidden_sizes:
+            x = nn.relu(nn.Dense(width)(x))
         mean = nn.Dense(self.num_actions)(x)
         log_std = 3.5 * nn.tanh(nn.Dense(self.num_actions)(x)) - 1.5  # between -5 and 2
         return mean, log_std
@@ -187,6 +201,7 @@ class SAC:
         # The smallest number of steps that num_envs and train_frequency divide.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
+        self.updates_per_iteration *= args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
         dtype = np.uint8 if observation_space.dtype == np.uint8 else np.float32
         observation = np.zeros(observation_space.shape, dtype)
@@ -195,8 +210,8 @@ class SAC:
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
-        self.actor: Any = Actor(self.num_actions)
-        self.critic: Any = Critic()
+        self.actor: Any = Actor(self.num_actions, args.hidden_sizes)
+        self.critic: Any = Critic(args.hidden_sizes, args.critic_layer_norm, args.critic_dropout)
         self.actor_optimizer = optax.adam(args.policy_lr)
         self.critic_optimizer = optax.adam(args.q_lr)
         self.alpha_optimizer = optax.adam(args.q_lr)
@@ -267,10 +282,13 @@ class SAC:
         log_slope = 2 * (math.log(2) - u - nn.softplus(-2 * u))
         return nn.tanh(u), jnp.sum(log_prob - log_slope, axis=-1)
 
-    def q_values(self, critics, observation, action):
-        """Q(s, a) [2, B] of both critics."""
-        apply = jax.vmap(self.critic.apply, in_axes=(0, None, None))
-        return apply(critics, observation, action)
+    def q_values(self, critics, observation, action, key):
+        """Q(s, a) [2, B] of both critics. The key is for the dropout."""
+
+        def value(critic, key):
+            return self.critic.apply(critic, observation, action, rngs={"dropout": key})
+
+        return jax.vmap(value)(critics, jax.random.split(key))
 
     def to_transitions(self, window: Step) -> Transition:
         """Turns windows [B, W, ...] into transitions, without the entropy of the steps between."""
@@ -287,11 +305,13 @@ class SAC:
 
     def critic_loss(self, critics, state: State, batch: Transition, key):
         """Eq. 5 without its 1/2, summed over both critics, and the metrics."""
-        action, log_prob = self.sample_actions(state.policy.actor, batch.next_observation, key)
-        next_q = self.q_values(state.target_critics, batch.next_observation, action).min(axis=0)
-        next_value = next_q - jnp.exp(state.policy.log_alpha) * log_prob  # eq. 3
+        key, next_key, action_key = jax.random.split(key, 3)
+        next_observation = batch.next_observation
+        action, log_prob = self.sample_actions(state.policy.actor, next_observation, action_key)
+        next_q = self.q_values(state.target_critics, next_observation, action, next_key)
+        next_value = next_q.min(axis=0) - jnp.exp(state.policy.log_alpha) * log_prob  # eq. 3
         target = batch.reward + batch.discount * next_value  # eq. 2
-        values = self.q_values(critics, batch.observation, batch.action)
+        values = self.q_values(critics, batch.observation, batch.action, key)
         losses = masked_mean((values - target) ** 2, batch.valid)
         means = masked_mean(values, batch.valid)
         return losses.sum(), {
@@ -304,8 +324,9 @@ class SAC:
 
     def actor_loss(self, actor, log_alpha, critics, batch: Transition, key):
         """Eq. 7, and the log-probabilities [B] of the actions."""
-        action, log_prob = self.sample_actions(actor, batch.observation, key)
-        q = self.q_values(critics, batch.observation, action).min(axis=0)
+        key, action_key = jax.random.split(key)
+        action, log_prob = self.sample_actions(actor, batch.observation, action_key)
+        q = self.q_values(critics, batch.observation, action, key).min(axis=0)
         return masked_mean(jnp.exp(log_alpha) * log_prob - q, batch.valid), log_prob
 
     def alpha_loss(self, log_alpha, log_prob, valid):
@@ -314,11 +335,11 @@ class SAC:
         return -jnp.exp(log_alpha) * masked_mean(log_prob + target_entropy, valid)
 
     def update_policy(self, policy: Policy, critics, batch: Transition, key) -> Policy:
-        """Takes policy_frequency gradient steps on the batch."""
+        """Takes the gradient steps of an update on the batch."""
         actor, actor_opt_state, log_alpha, alpha_opt_state, _ = policy
         actor_grad = jax.value_and_grad(self.actor_loss, has_aux=True)
         alpha_grad = jax.value_and_grad(self.alpha_loss)
-        for subkey in jax.random.split(key, self.args.policy_frequency):
+        for subkey in jax.random.split(key, self.args.policy_steps or self.args.policy_frequency):
             (actor_loss, log_prob), gradient = actor_grad(actor, log_alpha, critics, batch, subkey)
             updates, actor_opt_state = self.actor_optimizer.update(gradient, actor_opt_state)
             actor = optax.apply_updates(actor, updates)
@@ -366,7 +387,7 @@ class SAC:
             rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state = state._replace(replay=self.replay.add_batch(state.replay, rollout))
         keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
-        first = step // self.args.train_frequency + 1
+        first = step // self.args.train_frequency * self.args.gradient_steps + 1
         _, shapes = jax.eval_shape(self.gradient_step, state, keys[0], first)
         no_metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -377,6 +398,7 @@ class SAC:
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
         state, metrics = jax.lax.fori_loop(0, gradient_steps, update, (state, no_metrics))
         metrics["charts/gradient_steps"] = gradient_steps
+        metrics["charts/replay_ratio"] = gradient_steps / self.steps_per_iteration
         return state, self.policy_params(state), metrics
 
 

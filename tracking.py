@@ -1,16 +1,25 @@
 """What a run writes beside charts and checkpoints: its flags to TensorBoard, with `--track` to
-Weights & Biases, and its experience with `--save-experience`.
+Weights & Biases, where it comes from to `run.json`, its experience with `--save-experience`.
 """
 
 import json
+import platform
+import shlex
+import shutil
+import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
 from gymnasium.error import Error as UsageError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.plugins.text.summary_v2 import text_pb
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "gymnasium", "numpy")
 
 
 def init_wandb(name: str, flags: dict[str, Any]) -> None:
@@ -26,14 +35,59 @@ def init_wandb(name: str, flags: dict[str, Any]) -> None:
         raise UsageError(f"track: {error}") from error
 
 
+def log_videos(folder: Path, begin: int) -> None:
+    """Gives the videos that were recorded after step `begin` to Weights & Biases."""
+    import wandb
+
+    for video in sorted(folder.glob("videos/*/*.mp4")):
+        step = int(video.parent.name)
+        if step > begin:
+            wandb.log({"video": wandb.Video(str(video), caption=f"{step:,} steps")})
+
+
 def write_header(writer: Any, flags: dict[str, Any], begin: int) -> None:
-    """Writes the flags to an event file. TensorBoard drops points of others after step `begin`."""
+    """Writes the flags to an event file, as a text and for the page HPARAMS.
+
+    TensorBoard drops points of others after step `begin`.
+    """
     table = "|flag|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in flags.items())
+    plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in flags.items()}
+    columns = [hparams.HParam(name) for name in flags]
+    results = [hparams.Metric("eval/episodic_return"), hparams.Metric("charts/episodic_return")]
     now = time.time()
     restart = SessionLog(status=SessionLog.START)
     writer.add_event(Event(wall_time=now, step=begin + 1, session_log=restart))
-    summary = text_pb("hyperparameters", table)
-    writer.add_event(Event(wall_time=now, step=begin + 1, summary=summary))
+    for summary in (
+        text_pb("hyperparameters", table),
+        hparams.hparams_config_pb(columns, results),
+        hparams.hparams_pb(plain),
+    ):
+        writer.add_event(Event(wall_time=now, step=begin + 1, summary=summary))
+
+
+def write_origin(folder: Path, begin: int) -> None:
+    """Adds to run.json with what this process trains from step `begin` on: one entry a resume."""
+    file = folder / "run.json"
+    starts = json.loads(file.read_text()) if file.exists() else []
+    commit = ""
+    if shutil.which("git"):
+        describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        here = Path(__file__).parent
+        done = subprocess.run(describe, cwd=here, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
+    starts.append(
+        {
+            "step": begin,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": shlex.join([sys.executable, *sys.argv]),
+            "commit": commit,
+            "host": platform.node(),
+            "device": jax.devices()[0].device_kind,
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in PACKAGES},
+        }
+    )
+    file.write_text(json.dumps(starts, indent=1))
 
 
 def check_vault(alg: Any, run: Any) -> None:

@@ -25,14 +25,17 @@ from tqdm import tqdm
 
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
-MAY_BE_0 = ("seed", "eval_episodes", "checkpoint_interval", "learning_starts", "burn_in")
+MAY_BE_0 = (
+    *("seed", "eval_episodes", "checkpoint_interval", "learning_starts", "burn_in"),
+    "policy_steps",
+)
 NOT_NEGATIVE = (
     *("learning_rate", "policy_lr", "q_lr", "adam_epsilon", "max_grad_norm", "clip_coef"),
     *("alpha", "target_kl", "priority_exponent", "priority_epsilon"),
 )
 FRACTIONS = (
     *("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction"),
-    *("importance_exponent", "priority_max_fraction"),
+    *("importance_exponent", "priority_max_fraction", "critic_dropout"),
 )
 STOPPING = b"\nstopping after this iteration; once more ends the run without saving\n"
 
@@ -63,6 +66,9 @@ def check(args: Any, run: Any) -> None:
 
 def check_flag(name: str, value: Any, expected: Any) -> None:
     """Raises UsageError if the value is not of the expected type, or out of range."""
+    if expected == tuple[int, ...]:
+        for number in value:
+            check_flag(name, number, int)
     is_number = expected is float and type(value) is int
     if expected in (int, float, bool, str) and type(value) is not expected and not is_number:
         raise UsageError(f"{name} must be of type {expected.__name__}, not {value!r}")
@@ -165,6 +171,7 @@ def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any
     if unknown:
         text = f"is a run of another script, which has {', '.join(sorted(unknown))}"
         raise UsageError(f"resume: {folder} {text}")
+    args = {name: tuple(x) if isinstance(x, list) else x for name, x in args.items()}
     return run_class(**run | {"distributed": ""}), args_class(**args)
 
 

@@ -319,15 +319,26 @@ def test_learning_starts_with_the_iteration_that_passes_learning_starts():
 
 @pytest.mark.parametrize("num_envs", [1, 8, 64])
 @pytest.mark.parametrize("train_frequency", [1, 10, 16])
-def test_gradient_steps_keep_their_ratio_to_environment_steps(num_envs, train_frequency):
-    """One gradient step per train_frequency environment steps, whatever the number of them."""
-    args = Args(total_timesteps=6_400, num_envs=num_envs, learning_starts=1_600)
-    updates, metrics = train_without_gradients(replace(args, train_frequency=train_frequency))
+@pytest.mark.parametrize("gradient_steps", [1, 3])
+def test_gradient_steps_keep_their_ratio_to_environment_steps(
+    num_envs, train_frequency, gradient_steps
+):
+    """As many per train_frequency environment steps, whatever the number of environments."""
+    args = Args(
+        total_timesteps=6_400,
+        num_envs=num_envs,
+        learning_starts=1_600,
+        train_frequency=train_frequency,
+        gradient_steps=gradient_steps,
+    )
+    updates, metrics = train_without_gradients(args)
     size = np.lcm(num_envs, train_frequency)
     trained = -(-6_400 // size) * size  # whole iterations
     begun = 1_600 // size * size  # the iteration that passes learning_starts learns whole
-    assert updates == (trained - begun) / train_frequency
+    ratio = gradient_steps / train_frequency
+    assert updates == (trained - begun) * ratio
     assert metrics["charts/gradient_steps"].sum() == updates
+    assert metrics["charts/replay_ratio"][-1] == pytest.approx(ratio)
 
 
 def explore(epsilon, key=0, first_step=0):
@@ -547,6 +558,7 @@ def plain_gradient_step(params, target_params, transitions, double_q=False, weig
     [
         dict(n_step=1, target_network_frequency=10, tau=1.0),
         dict(n_step=3, target_network_frequency=4, tau=0.5, double_q=True, clip_rewards=True),
+        dict(target_network_frequency=8, gradient_steps=2),
     ],
 )
 def test_train_step_is_what_a_plain_loop_gives(flags):
@@ -567,15 +579,16 @@ def test_train_step_is_what_a_plain_loop_gives(flags):
     resetting = np.zeros(3, bool)
     updates = 0
     resets = 0
-    period = {10: 2, 4: 1}[args.target_network_frequency]  # gradient steps until the target moves
+    # Gradient steps until the target moves.
+    period = {10: 2, 4: 1, 8: 4}[args.target_network_frequency]
     for step in (0, 12, 24, 36):
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
         state, acting, metrics = train_step(state, rollout, LAST, key, step)
         reward = np.sign(rollout.reward) if args.clip_rewards else rollout.reward
         plain.add(rollout._replace(reward=reward))
         losses = [0, 0]  # before learning starts
-        gradient_steps = 3 if step > 0 else 0
-        for own_key in jax.random.split(jax.random.fold_in(key, step), 3)[:gradient_steps]:
+        keys = jax.random.split(jax.random.fold_in(key, step), 3 * args.gradient_steps)
+        for own_key in keys if step > 0 else []:
             drawn = alg.replay.sample(state.replay, own_key, 8).indices
             assert min(drawn) >= 3 * max(len(plain.rows) - 10, 0)  # what has not been overwritten
             *batch, valid = plain.batch(drawn, 3, args.n_step, 0.9)
@@ -591,7 +604,7 @@ def test_train_step_is_what_a_plain_loop_gives(flags):
         np.testing.assert_allclose(state.params, params, rtol=1e-4)
         np.testing.assert_array_equal(acting, state.params)
         np.testing.assert_allclose(state.target_params, target_params, rtol=1e-4)
-    assert int(state.num_updates) == updates == 9
+    assert int(state.num_updates) == updates == 9 * args.gradient_steps
     assert resets > 5
     assert int(alg.replay.size(state.replay)) == 30
 

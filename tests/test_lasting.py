@@ -23,6 +23,7 @@ import checkpoints
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+import sac_jax
 import usage
 from dqn_jax import UsageError
 
@@ -85,6 +86,27 @@ def test_a_compiled_run_goes_on_bit_for_bit(module, flags, tmp_path, monkeypatch
         assert expected.keys() == got.keys()
         for tag in expected.keys() - {"charts/SPS"}:
             assert got[tag] == expected[tag], tag
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        (dqn_jax, "--learning-starts 50 --batch-size 8"),
+        slow(ppo_jax, "--num-steps 16"),
+        slow(sac_jax, "--learning-starts 50 --batch-size 8 --env-id Pendulum-v1"),
+    ],
+)
+def test_a_resumed_run_has_the_layers_of_the_run(module, flags, run_main, tmp_path):
+    flags = f"--hidden-sizes 7 5 --eval-episodes 0 --num-envs 2 --total-timesteps 100 {flags}"
+    code, _, error = run_main(module, *flags.split())
+    assert code == 0, error
+    (folder,) = (tmp_path / "runs").iterdir()
+    code, _, error = run_main(module, "--resume", str(folder), "--total-timesteps", "200")
+    assert code == 0, error
+    policy = module.load_policy(folder)
+    assert policy(np.zeros((2, 3 if module is sac_jax else 4), np.float32)).shape[0] == 2
+    _, args = usage.read_flags(folder, module.Run, module.Args)
+    assert args.hidden_sizes == (7, 5)
 
 
 def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path, monkeypatch):

@@ -253,6 +253,7 @@ MISTAKES = [
     ("--learning-starts 100", "learning_starts must be from batch_size to total_timesteps - 1"),
     ("--num-envs 0", "num_envs must be from 1 to 2**31 - 1, not 0"),
     ("--frame-stack 0", "frame_stack must be from 1 to"),
+    ("--hidden-sizes 64 0", "hidden_sizes must be from 1 to"),
     ("--eval-episodes=-1", "eval_episodes must be from 0 to"),
     ("--seed=-1", "seed must be from 0 to"),
     ("--total-timesteps 2147483648", "total_timesteps must be from 1 to 2**31 - 1"),

@@ -199,6 +199,7 @@ def test_train_step_is_what_a_plain_loop_gives():
         np.testing.assert_array_equal(tree == 0, shares == 0)  # exactly
         assert metrics.pop("charts/beta") == pytest.approx(beta)
         assert metrics.pop("charts/gradient_steps") == gradient_steps
+        assert metrics.pop("charts/replay_ratio") == gradient_steps / 12
         assert metrics.pop("charts/epsilon") == pytest.approx(max(1 - 0.95 * step / 24, 0.05))
         assert metrics == pytest.approx(losses, rel=1e-4)
     assert plain.resets > 1

@@ -5,6 +5,7 @@ their bounds, what is learned against known values, and runs that are wrong or g
 import signal
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import flax.linen as nn
 import gymnasium as gym
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import slow
 from events import read_events
-from scipy.stats import kstest, norm
+from scipy.stats import binom, kstest, norm
 
 import checkpoints
 import sac_jax
@@ -131,12 +132,12 @@ def test_losses_are_what_numpy_gives(n_step):
     window = random_window(rng, rows=64, steps=n_step + 1, features=5, actions=3)
     valid = window.valid[:, 0]
     key = jax.random.PRNGKey(10)
-    noise = np.float64(jax.random.normal(key, (64, 3)))
     actor = layers_of(policy.actor)
     batch = alg.to_transitions(window)
 
     loss, metrics = jax.jit(alg.critic_loss)(state.critics, state, batch, key)
     reward, discount, last = plain_transitions(window, n_step, 0.9)
+    noise = np.float64(jax.random.normal(jax.random.split(key, 3)[2], (64, 3)))
     next_action, log_prob = plain_policy(actor, last, noise)
     next_value = plain_q(targets, last, next_action).min(axis=0) - np.exp(-0.7) * log_prob
     target = reward + discount * next_value
@@ -154,6 +155,7 @@ def test_losses_are_what_numpy_gives(n_step):
 
     inputs = (policy.actor, policy.log_alpha, state.critics, batch, key)
     loss, got_log_prob = jax.jit(alg.actor_loss)(*inputs)
+    noise = np.float64(jax.random.normal(jax.random.split(key)[1], (64, 3)))
     action, log_prob = plain_policy(actor, window.observation[:, 0], noise)
     q = plain_q(state.critics, window.observation[:, 0], action).min(axis=0)
     assert loss == pytest.approx((np.exp(-0.7) * log_prob - q)[valid].mean(), rel=1e-5)
@@ -329,6 +331,45 @@ def test_the_policy_acts_when_learning_has_started():
     np.testing.assert_allclose(alg.act(params, observation)[0], np.tanh(mean), rtol=1e-5)
 
 
+# --- DroQ
+
+
+def test_layers_of_the_critics_are_normalised():
+    rng = np.random.default_rng(0)
+    observation, action = rng.normal(size=(2, 20, 3)).astype(np.float32)
+    critic = sac_jax.Critic((7, 5), layer_norm=True, dropout=0.0)
+    params = critic.init(jax.random.PRNGKey(0), observation, action)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape), params)  # scales and biases, too
+    x = np.concatenate([observation, action], axis=1)
+    layers = params["params"]
+    for i in range(2):
+        x = x @ layers[f"Dense_{i}"]["kernel"] + layers[f"Dense_{i}"]["bias"]
+        x = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)
+        x = x * layers[f"LayerNorm_{i}"]["scale"] + layers[f"LayerNorm_{i}"]["bias"]
+        x = np.maximum(x, 0)
+    wanted = x @ layers["Dense_2"]["kernel"] + layers["Dense_2"]["bias"]
+    got = critic.apply(params, observation, action, rngs={"dropout": jax.random.PRNGKey(0)})
+    np.testing.assert_allclose(got, wanted[:, 0], rtol=2e-4, atol=1e-4)
+
+
+def test_units_of_the_critics_are_dropped_and_the_others_scaled():
+    """Each critic drops others, and with another key others again: their sum is binomial."""
+    width, fraction = 20_000, 0.25
+    alg = make(Args(hidden_sizes=(width,), critic_dropout=fraction))
+    layers = {
+        "Dense_0": {"kernel": np.zeros((2, 2, width)), "bias": np.ones((2, width))},
+        "Dense_1": {"kernel": np.ones((2, width, 1)), "bias": np.zeros((2, 1))},
+    }
+    critics = {"params": jax.tree.map(np.float32, layers)}
+    zeros = np.zeros((1, 1), np.float32)
+    q_values = jax.jit(alg.q_values)
+    values = [q_values(critics, zeros, zeros, jax.random.PRNGKey(seed)) for seed in range(20)]
+    kept = np.concatenate(values).ravel() * (1 - fraction)
+    np.testing.assert_allclose(kept, kept.round(), atol=0.05)
+    assert len(set(kept.round())) > 30  # of 40
+    assert kstest(kept, binom(width, 1 - fraction).cdf).pvalue > 0.01
+
+
 # --- what is learned
 
 
@@ -370,6 +411,10 @@ gym.register("Target-v0", Target)
 class Quadratic(nn.Module):
     """Q(s, a) that is a parabola in the action, another one for each state."""
 
+    hidden_sizes: Any
+    layer_norm: bool
+    dropout: float
+
     @nn.compact
     def __call__(self, observation, action):
         powers = [observation, observation * action, observation * action**2]
@@ -380,6 +425,7 @@ class Linear(nn.Module):
     """One Gaussian for each state."""
 
     num_actions: int
+    hidden_sizes: Any
 
     @nn.compact
     def __call__(self, observation):
@@ -422,7 +468,8 @@ def q_of(alg, state, actions, states=1):
     rows = states * len(actions)
     observation = np.eye(3, dtype=np.float32)[:states].repeat(len(actions), axis=0)
     action = np.tile(np.float32(actions), states).reshape(rows, 1)
-    return alg.q_values(state.critics, observation, action).reshape(2, states, len(actions))
+    q = alg.q_values(state.critics, observation, action, jax.random.PRNGKey(0))
+    return q.reshape(2, states, len(actions))
 
 
 def entropy_of(alg, state):
@@ -470,10 +517,10 @@ def test_the_value_has_the_entropy_of_later_steps(simple_networks):
     np.testing.assert_allclose(q_of(alg, state, ACTIONS), 2 + 0.5 * entropy, atol=0.05)
 
 
-def learner_and_rollout():
+def learner_and_rollout(**flags):
     """An algorithm with a train step after every step of 4 environments, and such a step."""
-    args = Args(num_envs=4, train_frequency=2, learning_starts=32, batch_size=8, buffer_size=100)
-    alg = make(args)
+    sizes = dict(num_envs=4, train_frequency=2, learning_starts=32, batch_size=8, buffer_size=100)
+    alg = make(Args(**sizes, **flags))
     assert alg.rollout_shape == (1, 4)
     rollout = jax.tree.map(lambda x: np.zeros((1, 4, *x.shape), x.dtype), alg.example_step)
     rollout = rollout._replace(valid=np.ones((1, 4), bool))
@@ -494,6 +541,18 @@ def test_the_policy_makes_as_many_steps_as_the_critics(simple_networks):
     assert int(state.critic_opt_state[0].count) == 10
     assert int(state.policy.actor_opt_state[0].count) == 10
     assert int(state.policy.alpha_opt_state[0].count) == 10
+
+
+def test_the_policy_makes_fewer_steps_than_the_critics_as_in_droq(simple_networks):
+    """One after every fifth gradient step of the critics, of which there are ten a train step."""
+    alg, rollout = learner_and_rollout(gradient_steps=5, policy_frequency=5, policy_steps=1)
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    train_step = jax.jit(alg.train_step)
+    for step in range(28, 52, 4):
+        state, _, metrics = train_step(state, rollout, None, jax.random.PRNGKey(1), step)
+    assert metrics["charts/replay_ratio"] == 2.5
+    assert int(state.critic_opt_state[0].count) == 50
+    assert int(state.policy.actor_opt_state[0].count) == 10
 
 
 def test_with_many_seeds_the_steps_of_the_policy_are_still_skipped(simple_networks):

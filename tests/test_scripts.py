@@ -108,15 +108,17 @@ def assert_prints_progress(printed, folder, env_id, points):
 # What is in the charts of each script, and of one of them alone.
 COMMON_CHARTS = "charts/episodic_return charts/episodic_length charts/SPS eval/episodic_return"
 OWN_CHARTS = {
-    "dqn_jax": "losses/td_loss losses/q_values charts/epsilon charts/gradient_steps",
+    "dqn_jax": "losses/td_loss losses/q_values charts/epsilon charts/gradient_steps "
+    "charts/replay_ratio",
     "per_dqn_jax": "losses/td_loss losses/q_values losses/importance_weight_min "
-    "losses/priority_max charts/epsilon charts/gradient_steps charts/beta",
+    "losses/priority_max charts/epsilon charts/gradient_steps charts/replay_ratio charts/beta",
     "ppo_jax": "losses/policy_loss losses/value_loss losses/entropy losses/old_approx_kl "
     "losses/approx_kl losses/clipfrac losses/explained_variance charts/learning_rate",
     "r2d2_jax": "losses/td_loss losses/q_values losses/priority_max charts/epsilon "
     "charts/gradient_steps",
     "sac_jax": "losses/qf1_values losses/qf2_values losses/qf1_loss losses/qf2_loss "
-    "losses/qf_loss losses/actor_loss losses/alpha losses/alpha_loss charts/gradient_steps",
+    "losses/qf_loss losses/actor_loss losses/alpha losses/alpha_loss charts/gradient_steps "
+    "charts/replay_ratio",
 }
 
 

@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import environments  # noqa: F401  registers the environments
+import jax
 import numpy as np
 import pytest
 from conftest import slow
 from events import ROOT, read_events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import dqn_jax
 import ppo_jax
@@ -87,11 +90,50 @@ def test_each_evaluation_is_recorded(module, flags, tmp_path, monkeypatch):
             assert 5 < count <= 501
 
 
+def test_the_page_hparams_has_the_flags_and_the_last_returns(run_main, tmp_path):
+    flags = "--total-timesteps 512 --eval-episodes 1 --hidden-sizes 7 5 --checkpoint-interval 0"
+    assert run_main(ppo_jax, *flags.split())[0] == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    plugin = {
+        tag: HParamsPluginData.FromString(content)
+        for tag, content in events.PluginTagToContent("hparams").items()
+    }
+    given = plugin["_hparams_/session_start_info"].session_start_info.hparams
+    assert set(given) == set(vars(ppo_jax.Run()) | vars(ppo_jax.Args()))
+    assert given["env_id"].string_value == "CartPole-v1"
+    assert given["hidden_sizes"].string_value == "(7, 5)"
+    assert given["total_timesteps"].number_value == 512
+    experiment = plugin["_hparams_/experiment"].experiment
+    assert {info.name for info in experiment.hparam_infos} == set(given)
+    columns = [info.name.tag for info in experiment.metric_infos]
+    assert columns == ["eval/episodic_return", "charts/episodic_return"]
+    assert set(columns) <= set(events.Tags()["scalars"])
+
+
+def test_a_run_says_with_what_it_was_made(run_main, tmp_path):
+    flags = ["--total-timesteps", "512", "--eval-episodes", "0"]
+    assert run_main(ppo_jax, *flags)[0] == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    more = ["--resume", str(folder), "--total-timesteps", "1024"]
+    assert run_main(ppo_jax, *more)[0] == 0
+    first, second = json.loads((folder / "run.json").read_text())
+    assert (first["step"], second["step"]) == (0, 512)
+    assert first["command"].endswith("ppo_jax.py --total-timesteps 512 --eval-episodes 0")
+    assert second["command"].endswith(f"--resume {folder} --total-timesteps 1024")
+    assert first["versions"]["jax"] == jax.__version__
+    assert first["device"] == jax.devices()[0].device_kind
+    git = ["git", "rev-parse", "HEAD"]
+    head = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert first["commit"].removesuffix("-dirty") == head.strip()
+
+
 @pytest.mark.slow  # 8 of its 14 seconds wandb waits
 def test_weights_and_biases_follows_the_events(tmp_path):
     names = ("DISPLAY", "WANDB_API_KEY")
     env = {name: value for name, value in os.environ.items() if name not in names}
     flags = "--total-timesteps 2000 --num-envs 4 --learning-starts 500 --batch-size 16 --track"
+    flags += " --capture-video --eval-interval 1000"
     done = subprocess.run(
         [sys.executable, str(ROOT / "dqn_jax.py"), *flags.split()],
         cwd=tmp_path,
@@ -109,6 +151,7 @@ def test_weights_and_biases_follows_the_events(tmp_path):
         values = [value for _, value in points]
         np.testing.assert_allclose(tracked[tag], values, rtol=1e-5, err_msg=tag)
     assert tracked["global_step"][-1] == 2000
+    assert len(list((tmp_path / "wandb").glob("offline-run-*/files/media/videos/*.mp4"))) == 2
 
 
 def test_a_missing_library_is_an_import_error(tmp_path, monkeypatch):
