@@ -16,6 +16,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import async_envs
+import curves
 import machine
 import replay_buffers
 import returns
@@ -157,6 +158,29 @@ def test_evaluations_are_a_curve_whose_points_are_all_complete(tmp_path):
     np.testing.assert_array_equal(curve.steps, [1000, 2000])
     np.testing.assert_array_equal(curve.means, [470, 480])
     assert returns.reached(curve, 475.0) == 2000
+
+
+def test_curves_of_own_runs_are_by_environment_and_name(tmp_path, monkeypatch):
+    folders = []
+    runs = [("A-v0", "dqn"), ("A-v0", "dqn"), ("A-v0", "ppo"), ("B-v0", "dqn")]
+    for i, (env_id, name) in enumerate(runs):
+        folder = tmp_path / str(i)
+        write_run(folder, [], evaluated_at=[(1000, float(i))])
+        (folder / "args.json").write_text(json.dumps({"run": {"env_id": env_id, "exp_name": name}}))
+        folders.append(folder)
+    drawn = {}
+
+    def plot(env_id, of_scripts, path, mean):
+        for script, seeds in of_scripts.items():
+            drawn[path.name, script] = [curve.means.tolist() for curve in seeds]
+
+    monkeypatch.setattr(curves, "plot", plot)
+    curves.main(tuple(folders), tmp_path / "curves", evaluated=True)
+    assert drawn == {
+        ("A-v0.png", "dqn"): [[0.0], [1.0]],
+        ("A-v0.png", "ppo"): [[2.0]],
+        ("B-v0.png", "dqn"): [[3.0]],
+    }
 
 
 def test_a_published_return_is_that_of_the_algorithm(tmp_path):
