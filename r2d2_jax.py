@@ -75,6 +75,7 @@ class Args:
     learning_starts: int = 5_000  # steps before the first gradient step; 0: one window of each
     train_frequency: int = 16  # steps per gradient step
     hidden_size: int = 64  # width of the LSTM
+    forget_bias: float = 0.0  # of the LSTM's forget gates at the start; above 0 it remembers longer
     last_action: bool = True  # the network sees the action of the step before
     burn_in: int = 10  # first steps of a window, which only bring the memory up to date
     train_length: int = 20  # steps of a window that are learned from
@@ -85,7 +86,6 @@ class Args:
     priority_exponent: float = 0.9  # alpha: 0 is uniform replay, 1 is proportional to priorities
     priority_max_fraction: float = 0.9  # eta: the rest of a window's priority is its mean error
     importance_exponent: float = 0.0  # beta of the importance weights; 0: none, as in the paper
-    priority_epsilon: float = 1e-6  # added to the absolute TD error
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
@@ -110,7 +110,7 @@ class QNetwork(nn.Module):
             one_hot = jax.nn.one_hot(last_action - 1, self.num_actions, dtype=x.dtype)
             x = jnp.concatenate([x, one_hot], axis=-1)
         scan = nn.scan(self.step, variable_broadcast="params", split_rngs={"params": False})
-        carry, x = scan(nn.OptimizedLSTMCell(self.hidden_size), carry, (x, valid))
+        carry, x = scan(nn.OptimizedLSTMCell(self.hidden_size, name="lstm"), carry, (x, valid))
         value = nn.Dense(1)(nn.relu(nn.Dense(self.hidden_size)(x)))
         advantage = nn.Dense(self.num_actions)(nn.relu(nn.Dense(self.hidden_size)(x)))
         return value + advantage - advantage.mean(axis=-1, keepdims=True), carry
@@ -202,8 +202,7 @@ class R2D2:
         observation = np.zeros(observation_space.shape, dtype)
         carry = np.zeros(args.hidden_size, np.float32)
         memory = (carry, carry, np.int32(0))
-        no = np.False_
-        self.example_step = Step(observation, np.int32(0), np.float32(0), no, no, no, memory)
+        self.example_step = Step(observation, np.int32(0), np.float32(0), *[np.False_] * 3, memory)
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
@@ -228,6 +227,7 @@ class R2D2:
         """The state before training."""
         window = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), self.example_step)
         params = self.network.init(key, *self.inputs(window))
+        params["params"]["lstm"]["hf"]["bias"] += self.args.forget_bias
         opt_state = self.optimizer.init(params)
         replay = self.replay.init(self.stored_step)
         return State(params, params, opt_state, replay, num_updates=jnp.int32(0))
@@ -329,7 +329,7 @@ class R2D2:
         error = jnp.abs(td_error)
         mean = error.sum(axis=0) / jnp.maximum(valid.sum(axis=0), 1)
         eta = self.args.priority_max_fraction
-        return eta * error.max(axis=0) + (1 - eta) * mean + self.args.priority_epsilon
+        return eta * error.max(axis=0) + (1 - eta) * mean + 1e-6  # so that all can be drawn
 
     def gradient_step(self, state: State, key, step) -> tuple[State, dict]:
         """Learns from a batch of the replay, and copies to the target network when it is due."""

@@ -336,7 +336,6 @@ def test_how_to_add_a_wrapper(tmp_path, monkeypatch):
 
 def test_how_to_change_the_network(tmp_path, monkeypatch):
     state, _, _ = trained(patched("change the network", tmp_path, monkeypatch))
-    assert state.params["params"]["Dense_0"]["kernel"].shape == (4, 256)
     assert "LayerNorm_1" in state.params["params"]
 
 

@@ -60,8 +60,9 @@ def state_of(alg, params, target_params):
 
 def in_order(params):
     """The layers of a QNetwork; with convolutions flax numbers the one of the actions first."""
-    layers = [params[f"Dense_{i}"] for i in range(len(params))]
-    return layers if len(layers) == 3 else layers[1:] + layers[:1]
+    dense = [params[name] for name in sorted(params) if name.startswith("Dense")]
+    convolutions = [params[name] for name in sorted(params) if name.startswith("Conv")]
+    return convolutions + dense[::-1] if convolutions else dense
 
 
 def kernels(shape, dtype):
@@ -78,7 +79,7 @@ def random_params(network, x):
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(network.init, jax.random.PRNGKey(0), x)
     return jax.tree.map(
-        lambda leaf: (rng.normal(size=leaf.shape) / np.sqrt(leaf.shape[0])).astype(leaf.dtype),
+        lambda leaf: np.float32(rng.normal(size=leaf.shape) / np.prod(leaf.shape[:-1]) ** 0.5),
         shapes,
     )
 
@@ -94,6 +95,9 @@ def after_convolutions(height, width):
         conv = nn.Conv(channels, (size, size), (stride, stride), "VALID")
         x, _ = jax.eval_shape(conv.init_with_output, jax.random.PRNGKey(0), x)
     return int(np.prod(x.shape))
+
+
+CONVOLUTIONS = ((4, 4, 32, 64), (3, 3, 64, 64))  # the second and the third
 
 
 IMAGES = {  # shapes of observations, and what they are with the channels last
@@ -116,8 +120,8 @@ def test_images_of_36x36_and_more_go_through_convolutions_with_the_channels_last
         assert (out.shape, out.dtype) == ((2, height, width, channels), jnp.float32), shape
 
         features = after_convolutions(height, width)
-        convolutions = [(64 * channels, 32), (512, 64), (576, 64), (features, 512), (512, 2)]
-        assert kernels(shape, jnp.uint8) == convolutions, shape
+        layers = [(8, 8, channels, 32), *CONVOLUTIONS, (features, 512), (512, 2)]
+        assert kernels(shape, jnp.uint8) == layers, shape
 
 
 def test_floats_and_smaller_images_are_flattened():
@@ -149,10 +153,10 @@ def test_stacked_frames_become_channels_and_other_observations_are_the_numbers_t
     [
         ("Image-v0", [(64, 120), (120, 84), (84, 2)]),
         ("CartPole-v1", [(4, 120), (120, 84), (84, 2)]),
-        # 8x8 pixels of each channel, 4x4 of 32, 3x3 of 64; and the one place that is left.
-        ("ImageGrey-v0", [(64, 32), (512, 64), (576, 64), (64, 512), (512, 2)]),
-        ("ImageColour-v0", [(192, 32), (512, 64), (576, 64), (64, 512), (512, 2)]),
-        ("ProbeImage-v0", [(256, 32), (512, 64), (576, 64), (64, 512), (512, 2)]),
+        # The convolutions leave one place.
+        ("ImageGrey-v0", [(8, 8, 1, 32), *CONVOLUTIONS, (64, 512), (512, 2)]),
+        ("ImageColour-v0", [(8, 8, 3, 32), *CONVOLUTIONS, (64, 512), (512, 2)]),
+        ("ProbeImage-v0", [(8, 8, 4, 32), *CONVOLUTIONS, (64, 512), (512, 2)]),
     ],
 )
 def test_an_environment_gets_the_network_for_its_observations(env_id, layers):
@@ -165,44 +169,35 @@ class FlaxNatureCNN(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        for i, (channels, size, stride) in enumerate(((32, 8, 4), (64, 4, 2), (64, 3, 1))):
-            conv = nn.Conv(channels, (size, size), (stride, stride), "VALID", name=f"Dense_{i}")
-            x = nn.relu(conv(x))
-        x = nn.relu(nn.Dense(512, name="Dense_3")(x.reshape(len(x), -1)))
-        return nn.Dense(3, name="Dense_4")(x)
-
-
-def as_flax_kernel(kernel, size, stride):
-    """A kernel of ours as flax has it, [size, size, in, out].
-
-    Ours goes through the window by blocks of stride by stride pixels, that of flax by rows.
-    """
-    blocks = size // stride
-    outputs = kernel.shape[-1]
-    pixels = kernel.reshape(blocks, blocks, stride, stride, -1, outputs).swapaxes(1, 2)
-    return pixels.reshape(size, size, -1, outputs)
+        for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.relu(nn.Conv(channels, (size, size), (stride, stride), "VALID")(x))
+        x = nn.relu(nn.Dense(512, name="Dense_1")(x.reshape(len(x), -1)))
+        return nn.Dense(3, name="Dense_0")(x)
 
 
 @pytest.mark.parametrize("shape", [slow((44, 40, 4)), (43, 50, 3)])
 def test_convolutions_are_those_of_flax(shape):
-    """With the same weights, also where the stride does not divide the height or the width.
+    """With the same parameters, also where the stride does not divide the height or the width.
 
     Of pixels divided by 255.
     """
     rng = np.random.default_rng(0)
     x = rng.integers(256, size=(2, *shape), dtype=np.uint8)
     network = dqn_jax.QNetwork(3)
-    params = random_params(network, x)["params"]
-    same = {f"Dense_{i}": dict(layer) for i, layer in enumerate(in_order(params))}
-    for i, (size, stride) in enumerate(((8, 4), (4, 2), (3, 1))):
-        convolution = same[f"Dense_{i}"]
-        convolution["kernel"] = as_flax_kernel(np.asarray(convolution["kernel"]), size, stride)
+    params = random_params(network, x)
 
-    out = jax.jit(network.apply)({"params": params}, x)
-    wanted = jax.jit(FlaxNatureCNN().apply)({"params": same}, x.astype(np.float32) / 255)
+    out = jax.jit(network.apply)(params, x)
+    wanted = jax.jit(FlaxNatureCNN().apply)(params, x.astype(np.float32) / 255)
 
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
+
+
+def test_first_weights_of_convolutions_are_those_of_flax():
+    x = np.zeros((1, 44, 40, 4), np.uint8)
+    ours = dqn_jax.QNetwork(3).init(jax.random.PRNGKey(0), x)
+    wanted = FlaxNatureCNN().init(jax.random.PRNGKey(0), x.astype(np.float32))
+    jax.tree.map(np.testing.assert_array_equal, ours, wanted)
 
 
 # ------------------------------------------------------------------------------------ the algorithm

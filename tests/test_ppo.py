@@ -644,17 +644,21 @@ def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform(shape,
     observations = gym.spaces.Box(0, 255, shape, dtype)
     alg = PPO(Args(), observations, gym.spaces.Box(-1, 1, (3,)))
     params = jax.jit(alg.init)(jax.random.PRNGKey(0)).params["params"]
-    scales = {f"Dense_{i}": 2**0.5 for i in range(4)}  # the hidden layers
-    scales |= {"Dense_4": 0.01, "Dense_5": 1.0}  # the actor's output, and the critic's
+    if dtype == np.uint8:
+        hidden, actor, critic = ("Conv_0", "Conv_1", "Conv_2", "Dense_0"), "Dense_1", "Dense_2"
+    else:
+        hidden, actor, critic = [f"Dense_{i}" for i in range(4)], "Dense_4", "Dense_5"
+    scales = dict.fromkeys(hidden, 2**0.5) | {actor: 0.01, critic: 1.0}
     assert set(params) == {"log_std", *scales}
     for name, scale in scales.items():
         kernel = np.asarray(params[name]["kernel"])
+        kernel = kernel.reshape(-1, kernel.shape[-1])
         if kernel.shape[0] > kernel.shape[1]:
             kernel = kernel.T
         identity = np.eye(len(kernel))
         np.testing.assert_allclose(kernel @ kernel.T, scale**2 * identity, atol=1e-5)
         assert not np.any(params[name]["bias"])
-    assert params["Dense_4"]["kernel"].shape == (features, 3)
+    assert params[actor]["kernel"].shape == (features, 3)
     np.testing.assert_array_equal(params["log_std"], np.zeros(3))
 
 

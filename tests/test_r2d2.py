@@ -41,7 +41,7 @@ class PlainNetwork:
         return x @ layer["kernel"] + layer["bias"]
 
     def gate(self, name, x, hidden):
-        cell = self.params["OptimizedLSTMCell_0"]
+        cell = self.params["lstm"]
         recurrent = hidden @ cell[f"h{name}"]["kernel"] + cell[f"h{name}"]["bias"]
         return x @ cell[f"i{name}"]["kernel"] + recurrent
 
@@ -175,11 +175,11 @@ def test_rescaling_is_the_function_of_the_paper_and_undone_by_its_inverse():
 
 
 def test_priorities_mix_the_largest_and_the_mean_error():
-    alg, *_ = make(priority_max_fraction=0.75, priority_epsilon=0.5)
+    alg, *_ = make(priority_max_fraction=0.75)
     td_error = np.float32([[1, 0], [-3, 4], [0, 0], [2, 0]])
     valid = np.array([[1, 0], [1, 1], [0, 0], [1, 0]], bool)
     np.testing.assert_allclose(
-        alg.priorities(td_error, valid), [0.75 * 3 + 0.25 * 2 + 0.5, 0.75 * 4 + 0.25 * 4 + 0.5]
+        alg.priorities(td_error, valid), [0.75 * 3 + 0.25 * 2, 0.75 * 4 + 0.25 * 4], rtol=1e-6
     )
 
 
@@ -319,6 +319,14 @@ def test_a_loaded_policy_forgets_all_if_the_number_of_environments_changes(train
 
 
 # ------------------------------------------------------------------------------------------- flags
+
+
+def test_forget_gates_begin_as_open_as_the_flag_says():
+    alg, state, _ = make(forget_bias=3.0)
+    gates = {name: layer.get("bias") for name, layer in state.params["params"]["lstm"].items()}
+    np.testing.assert_array_equal(gates["hf"], [3.0] * alg.args.hidden_size)
+    for name in ("hi", "hg", "ho"):
+        np.testing.assert_array_equal(gates[name], [0.0] * alg.args.hidden_size)
 
 
 @pytest.mark.parametrize(("learning_starts", "least"), [(63, 64), (100, None)])
