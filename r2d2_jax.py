@@ -94,8 +94,7 @@ class Args:
 class QNetwork(nn.Module):
     """Q(s, .) [W, B, num_actions] of W consecutive steps, and the carry after them.
 
-    Dueling heads (Wang et al. 2016) on an LSTM. It starts with `carry`, and after each step that is
-    not `valid` [W, B] with zeros.
+    An LSTM with dueling heads (Wang et al. 2016). Its carry is 0 after steps that are not `valid`.
     """
 
     num_actions: int
@@ -202,7 +201,8 @@ class R2D2:
         observation = np.zeros(observation_space.shape, dtype)
         carry = np.zeros(args.hidden_size, np.float32)
         memory = (carry, carry, np.int32(0))
-        self.example_step = Step(observation, np.int32(0), np.float32(0), *[np.False_] * 3, memory)
+        no = np.False_
+        self.example_step = Step(observation, np.int32(0), np.float32(0), no, no, no, memory)
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
