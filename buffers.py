@@ -1,4 +1,4 @@
-"""Replay buffers for JAX: pure, jitted functions over pytrees of arrays.
+"""Replay buffers for JAX: pure, jitted functions over pytrees of arrays. CleanReplay, MIT license.
 
 A buffer is a frozen dataclass of settings with jitted methods; the state that they pass along is a
 NamedTuple of arrays and nothing else, so it can be jitted, vmapped, sharded, donated and saved:

@@ -1,4 +1,4 @@
-"""DQN: Mnih et al. 2015, "Human-level control through deep reinforcement learning", Nature.
+"""DQN: Mnih et al. 2015, doi.org/10.1038/nature14236. CleanReplay, MIT license.
 
     python dqn_jax.py --env-id CartPole-v1 --num-envs 8
     python dqn_jax.py --env-id phys2d/CartPole-v1 --num-envs 10 --num-seeds 10

@@ -1,4 +1,4 @@
-"""DQN with prioritised replay: Schaul et al. 2016, arXiv 1511.05952.
+"""DQN with prioritised replay: Schaul et al. 2016, arXiv 1511.05952. CleanReplay, MIT license.
 
     python per_dqn_jax.py --env-id CartPole-v1 --num-envs 8
     python per_dqn_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10

@@ -1,4 +1,4 @@
-"""PPO, the clipped variant: Schulman et al. 2017, arXiv 1707.06347.
+"""PPO, the clipped variant: Schulman et al. 2017, arXiv 1707.06347. CleanReplay, MIT license.
 
     python ppo_jax.py --env-id CartPole-v1 --num-envs 64
     python ppo_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10

@@ -1,4 +1,4 @@
-"""R2D2, a DQN with memory: Kapturowski et al. 2019, openreview.net/forum?id=r1lyTjAqYX.
+"""R2D2: Kapturowski et al. 2019, openreview.net/forum?id=r1lyTjAqYX. CleanReplay, MIT license.
 
     python r2d2_jax.py --env-id memory_tasks:CartPoleNoVelocity-v0
     python r2d2_jax.py --env-id memory_tasks:phys2d/MemoryChain-v0 --num-seeds 5

@@ -1,4 +1,4 @@
-"""SAC, soft actor-critic: Haarnoja et al. 2018, arXiv 1812.05905.
+"""SAC, soft actor-critic: Haarnoja et al. 2018, arXiv 1812.05905. CleanReplay, MIT license.
 
     python sac_jax.py --env-id Pendulum-v1 --total-timesteps 20000
     python sac_jax.py --env-id phys2d/Pendulum-v0 --num-seeds 5
