@@ -274,25 +274,21 @@ class Succeeds(gym.Env):
 gym.register("Succeeds-v0", Succeeds)
 
 
-def edited(old, new, tmp_path, monkeypatch):
-    """dqn_jax.py with a part of its source replaced, as a module in a folder of its own."""
+def patched(heading, tmp_path, monkeypatch):
+    """dqn_jax.py with the changes of docs/README.md under `heading`, as a module."""
+    answer = PAGES["docs/README.md"].split(f"**... {heading}?**")[1].split("**...")[0]
     source = (ROOT / "dqn_jax.py").read_text()
-    assert source.count(old) == 1
-    (tmp_path / "my_dqn.py").write_text(source.replace(old, new))
+    for diff in re.findall(r"```diff\n(.*?)```", answer, re.DOTALL):
+        lines = diff.splitlines()
+        old = "\n".join(line[1:] for line in lines if line[0] != "+")
+        new = "\n".join(line[1:] for line in lines if line[0] != "-")
+        assert source.count(old) == 1
+        source = source.replace(old, new.replace("is_due(10_000,", "is_due(100,"))
+    (tmp_path / "my_dqn.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_dqn", raising=False)
-    return importlib.import_module("my_dqn")
-
-
-def patched(heading, tmp_path, monkeypatch):
-    """dqn_jax.py with the change of docs/README.md under `heading`, as a module."""
-    after = PAGES["docs/README.md"].split(f"**... {heading}?**")[1]
-    diff = re.search(r"```diff\n(.*?)```", after, re.DOTALL)[1].splitlines()
-    old = "\n".join(line[1:] for line in diff if line[0] != "+")
-    new = "\n".join(line[1:] for line in diff if line[0] != "-")
-    new = new.replace("is_due(10_000,", "is_due(100,")
-    my_dqn = edited(old, new, tmp_path, monkeypatch)
+    my_dqn = importlib.import_module("my_dqn")
     my_dqn.io, my_dqn.PIL = io, PIL  # which the page says to import
     return my_dqn
 
@@ -355,6 +351,23 @@ def test_how_to_change_the_exploration(tmp_path, monkeypatch):
     actions, _ = alg.act(None, values, (), jax.random.PRNGKey(0), 0)
     assert np.mean(actions) == pytest.approx(0.75, abs=0.015)
     assert alg.act(None, values)[0].all()
+
+
+def test_how_to_tune_hyperparameters(tmp_path, monkeypatch):
+    """A trial that is pruned at its second report ends the run there."""
+    my_dqn = patched("tune hyperparameters", tmp_path, monkeypatch)
+    reports = []
+    trial = SimpleNamespace(
+        report=lambda value, step: reports.append((step, value)),
+        should_prune=lambda: len(reports) == 2,
+    )
+    args = my_dqn.Args(total_timesteps=960, num_envs=2, learning_starts=200)
+    run = my_dqn.Run(eval_interval=240, eval_episodes=1, log_interval=240)
+    _, returns, folder = my_dqn.train(args, run, trial=trial)
+    assert [step for step, _ in reports] == [240, 480]
+    assert reports[-1][1] == pytest.approx(returns[0])
+    scalars, _ = read_events(folder)
+    assert [step for step, _ in scalars["charts/SPS"]] == [240, 480]
 
 
 def test_how_to_change_the_replay(tmp_path, monkeypatch):
