@@ -1,4 +1,4 @@
-"""README.md, docs/ and benchmarks/README.md: links lead somewhere, code runs, flags exist."""
+"""README.md, docs/ and benchmarks/: links lead somewhere, code runs, flags exist."""
 
 import importlib
 import io
@@ -29,7 +29,7 @@ import sac_jax
 from vault import Vault
 
 SCRIPTS = {x.__name__: x for x in (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax)}
-FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), ROOT / "benchmarks" / "README.md"]
+FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
 RECIPES = [str(file.relative_to(ROOT)) for file in FILES if file.parent.name == "recipes"]
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
