@@ -394,7 +394,12 @@ def main() -> None:
     for env_id in args.env_ids:
         chosen = {script: curves[env_id, script] for script in args.scripts}
         try:
-            plot(env_id, chosen, args.plots / f"{env_id.replace('/', '-')}.png", mean)
+            plot(
+                env_id,
+                chosen,
+                args.plots / f"{env_id.replace('/', '-').replace(':', '-')}.png",
+                mean,
+            )
         except ModuleNotFoundError as error:
             print(f"no plots: {error}: pip install -e '.[bench]'", file=sys.stderr)
 

@@ -29,7 +29,11 @@ import sac_jax
 from vault import Vault
 
 SCRIPTS = {x.__name__: x for x in (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax)}
-FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
+FILES = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("benchmarks/*.md")),
+]
 RECIPES = [str(file.relative_to(ROOT)) for file in FILES if file.parent.name == "recipes"]
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
