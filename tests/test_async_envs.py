@@ -50,13 +50,13 @@ def test_the_vector_version_is_taken_from_four_environments_on(num_envs, expecte
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 4])
-def test_a_vector_version_that_observes_something_else_is_taken_at_every_number(num_envs):
+def test_a_vector_version_with_other_observations_is_used_at_every_num_envs(num_envs):
     _, shape = class_and_shape("Preprocessed-v0", num_envs)
     assert shape == (2,)
 
 
 @pytest.mark.parametrize("num_envs", [1, 4])
-def test_an_environment_that_is_only_a_vector_version_is_that_at_every_number(num_envs):
+def test_a_vector_only_environment_is_used_at_every_num_envs(num_envs):
     assert class_and_shape("VectorOnly-v0", num_envs) == (SyncVectorEnv, (3,))
 
 

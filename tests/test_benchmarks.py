@@ -97,7 +97,7 @@ def test_a_mean_is_of_fewer_points_where_each_is_many_episodes():
     assert returns.reached(curve, 31.0) == float("inf")
 
 
-def test_a_point_after_intervals_without_an_episode_holds_those_of_all_their_steps():
+def test_a_point_after_intervals_without_an_episode_covers_all_their_steps():
     # 64 episodes of 499 steps end together, once in 32,000 steps; log intervals have 1,000.
     steps = 32_000.0 * np.arange(1, 4)
     curve = returns.last_means(steps, np.array([10.0, 20.0, 40.0]), np.full(3, 499.0))

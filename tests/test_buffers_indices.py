@@ -48,7 +48,7 @@ def test_a_ring_that_has_gone_round_gives_each_item_once_and_in_order(factory):
     assert decode(replay.get(state, indices)).tolist() == list(range(18, 26))
 
 
-def test_indices_are_right_where_the_count_of_rows_begins_anew():
+def test_indices_are_right_when_the_cursor_wraps_at_its_modulus():
     replay = buffers.uniform_replay(6, num_envs=2)
     modulus = buffers.cursor_modulus(3, 2)
     state = start_at(replay.init(encode(0)), modulus - 2)
@@ -59,7 +59,7 @@ def test_indices_are_right_where_the_count_of_rows_begins_anew():
 
 
 @pytest.mark.parametrize("rows", [5, 10])
-def test_the_windows_that_begin_at_them_are_those_drawn(rows):
+def test_drawn_windows_begin_at_the_indices_that_are_held(rows):
     """All but the last (W - 1) * num_envs, and where index // num_envs is a multiple of period."""
     shape = Windows(6, envs=2, length=3, period=2)
     replay = shape.replay()

@@ -266,7 +266,7 @@ def test_an_end_that_is_a_number_is_an_end():
     assert np.flatnonzero(~rollout.valid[:, 0]).tolist() == [4]
 
 
-def test_what_is_not_compiled_loses_no_step_where_another_environment_resets():
+def test_ordinary_training_loses_no_step_when_another_environment_resets():
     """As it would in Gymnasium's vector version of an environment written in JAX."""
     envs = dqn_jax.make_envs(dqn_jax.Args(), dqn_jax.Run(env_id="ChainOfCells-v0"), 4)
     envs.reset(seed=0)
@@ -342,7 +342,7 @@ def test_returns_are_of_the_newest_intervals_with_100_episodes_of_each_agent():
     np.testing.assert_array_equal(compiled.recent_returns([newest], [0.0, 0.0]), [1.0, 2.0])
 
 
-def test_without_an_episode_the_return_stays_what_it_was():
+def test_without_an_episode_the_return_stays_the_same():
     none_and_two = np.array([[0, 0.0, 0], [2, 8.0, 0]])
     for before in (np.nan, 7.0):
         returns = compiled.recent_returns([none_and_two], [before, 1.0])

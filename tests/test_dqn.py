@@ -133,7 +133,7 @@ def test_floats_and_smaller_images_are_flattened():
             assert kernels(shape, jnp.uint8) == perceptron, shape
 
 
-def test_stacked_frames_become_channels_and_other_observations_are_the_numbers_that_they_are():
+def test_stacked_frames_become_channels_and_other_observations_are_flattened():
     x = np.random.default_rng(0).integers(256, size=(2, 4, 36, 40), dtype=np.uint8)
     last = np.moveaxis(x, 1, -1)
     np.testing.assert_array_equal(images.channels_last(jnp.asarray(x)), last)
@@ -270,7 +270,7 @@ def test_epsilon_falls_in_a_straight_line():
     np.testing.assert_allclose(epsilon, list(wanted.values()), rtol=1e-6)
 
 
-def test_epsilon_is_its_end_from_the_first_step_on_if_no_part_of_training_explores():
+def test_epsilon_is_end_e_throughout_with_an_exploration_fraction_of_0():
     alg = linear(dqn_jax, Args(exploration_fraction=0.0))
     np.testing.assert_allclose([alg.epsilon(1), alg.epsilon(40)], 0.05, rtol=1e-6)
 
@@ -498,7 +498,7 @@ class Measured(dqn_jax.Algorithm):
         return loss, metrics | {"losses/rows": batch.valid.sum()}
 
 
-def test_a_metric_of_the_loss_is_one_of_the_train_step():
+def test_metrics_of_the_loss_are_in_those_of_the_train_step():
     """0 before learning starts, as the others are."""
     args = Args(num_envs=2, train_frequency=8, batch_size=16, learning_starts=16)
     alg = linear(SimpleNamespace(Algorithm=Measured), args)
@@ -708,7 +708,7 @@ def test_no_window_goes_across_a_restart(restart):
     np.testing.assert_array_equal(restart.restarted.valid, stepped & (row != 11))
 
 
-def test_windows_that_reach_a_restart_are_bootstrapped_from_what_was_observed_last(restart):
+def test_windows_that_reach_a_restart_bootstrap_from_the_last_observation(restart):
     batch = restart.restarted
     row, environment = np.divmod(restart.indices, 6)
     reaching = 0

@@ -144,7 +144,7 @@ def test_to_keep_that_of_many_agents_is_a_mistake():
     assert not Path("runs").exists()
 
 
-def test_of_a_stack_the_newest_frames_are_kept():
+def test_a_vault_stores_only_the_newest_frame_of_a_stack():
     args = dqn_jax.Args(total_timesteps=200, buffer_size=400, frame_stack=2, **FLAGS)
     state, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
     item = dqn_jax.Step(

@@ -557,9 +557,7 @@ def count_rows(params, batch):
 @pytest.mark.parametrize(
     ("target_kl", "epochs"), [(None, 3), (90.0, 3), (80.0, 2), (20.0, 1), (0.0, 1)]
 )
-def test_each_epoch_takes_every_row_once_until_one_is_too_far_from_the_old_policy(
-    target_kl, epochs
-):
+def test_epochs_take_every_row_once_and_stop_at_the_target_kl(target_kl, epochs):
     """The KL divergences of the three epochs are 24, 88 and 152."""
     alg = PPO(
         Args(**SMALL | dict(num_minibatches=4, update_epochs=3), target_kl=target_kl),

@@ -208,7 +208,7 @@ def test_a_mistake_in_a_resume_ends_both_processes_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_joining_nobody_is_said_in_one_line(tmp_path):
+def test_an_unreachable_coordinator_is_a_usage_error(tmp_path):
     (process,) = start(dqn_jax, tmp_path, ["--distributed", "auto"], 1)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -222,7 +222,7 @@ def test_joining_nobody_is_said_in_one_line(tmp_path):
     [("localhost:12345,2", "expected 3"), ("localhost:12345,two,0", "'two'")],
     ids=["no ID", "no number"],
 )
-def test_what_is_not_address_processes_and_id_is_said_in_one_line(how, words, run_main):
+def test_a_malformed_distributed_flag_is_a_usage_error(how, words, run_main):
     code, _, err = run_main(dqn_jax, "--distributed", how)
     (line,) = err.strip().splitlines()
     assert code == 2

@@ -111,7 +111,7 @@ def test_the_page_hparams_has_the_flags_and_the_last_returns(run_main, tmp_path)
     assert set(columns) <= set(events.Tags()["scalars"])
 
 
-def test_a_run_says_with_what_it_was_made(run_main, tmp_path):
+def test_run_json_says_with_which_versions_and_command_a_run_was_made(run_main, tmp_path):
     flags = ["--total-timesteps", "512", "--eval-episodes", "0"]
     assert run_main(ppo_jax, *flags)[0] == 0
     (folder,) = (tmp_path / "runs").iterdir()

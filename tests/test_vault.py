@@ -346,7 +346,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("num_envs", [None, 1, 3])
-def test_one_of_which_nothing_is_known_is_read_by_the_names_of_its_leaves(tmp_path, num_envs):
+def test_a_vault_opened_without_an_item_reads_a_dict_of_arrays(tmp_path, num_envs):
     replay = buffers.uniform_replay(30, num_envs=num_envs)
     vault = Vault(tmp_path, NESTED, num_envs)
     envs = () if num_envs is None else (num_envs,)
@@ -371,7 +371,7 @@ def test_one_of_which_nothing_is_known_is_read_by_the_names_of_its_leaves(tmp_pa
         np.testing.assert_array_equal(got[name], x[2:9])
 
 
-def test_bare_items_of_one_of_which_nothing_is_known_are_read(tmp_path):
+def test_a_vault_opened_without_an_item_reads_bare_items(tmp_path):
     item = jnp.bfloat16(0)
     replay = buffers.uniform_replay(4)
     vault = Vault(tmp_path, item)
@@ -382,7 +382,7 @@ def test_bare_items_of_one_of_which_nothing_is_known_are_read(tmp_path):
     assert got["item"].tolist() == [0, 1, 2]
 
 
-def test_one_of_which_nothing_is_known_is_written_to_by_name(tmp_path):
+def test_a_vault_opened_without_an_item_is_written_by_name(tmp_path):
     """The leaves of a NamedTuple are in another order than those of a dict."""
     item = Body(velocity=np.int32(0), angle=np.int32(0))
     replay = buffers.uniform_replay(4)
@@ -422,7 +422,7 @@ def test_what_it_is_about_must_be_json(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_one_that_was_written_before_is_told_what_it_is_about_by_the_next_write(tmp_path):
+def test_an_old_vault_gets_its_description_at_the_next_write(tmp_path):
     """There were only `leaves` and `rows` in vault.json."""
     replay, state, vault = filled(tmp_path)
     stored = {"leaves": vault.leaves, "rows": 40}
@@ -476,7 +476,7 @@ def test_one_that_began_late_goes_on_as_any_other(tmp_path):
         again.write(state, begin_late=True)
 
 
-def test_of_one_that_began_late_rows_from_before_are_an_error(tmp_path):
+def test_reading_rows_from_before_a_vault_began_is_an_error(tmp_path):
     replay, vault = replay_and_vault(tmp_path)
     before = replay.add_batch(replay.init(ITEM), rows(0, 5))
     state = replay.add_batch(copied(before), rows(5, 17))
@@ -599,7 +599,7 @@ def test_flipped_bits_of_what_describes_the_arrays_do_no_silent_harm(tmp_path):
     assert_holds(vault, 0, 40)
 
 
-def test_what_was_killed_as_it_began_is_begun_anew(tmp_path):
+def test_a_vault_recovers_from_a_kill_while_it_is_made(tmp_path):
     (tmp_path / "vault.json.__lock").touch()
     assert len(Vault(tmp_path, ITEM, num_envs=2)) == 0
     (tmp_path / "vault.json").unlink()
@@ -707,7 +707,7 @@ def write_until_killed(path, random):
 
 
 @pytest.mark.parametrize("kills", [2, slow(25)])
-def test_killed_at_any_moment_it_has_every_row_that_was_written(kills, tmp_path):
+def test_a_vault_killed_at_any_moment_has_every_row_written(kills, tmp_path):
     random = np.random.default_rng(kills)
     path = tmp_path / "vault"
     for _ in range(kills):
