@@ -4,7 +4,6 @@ and known values.
 
 import contextlib
 import io
-import json
 import math
 import re
 import shutil
@@ -26,6 +25,7 @@ import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+import usage
 from compiled import JaxEnvs, RunnerState, Trainer
 from dqn_jax import DQN, Step
 
@@ -465,9 +465,7 @@ def train_two(module, flags, **run):
     (training,) = trainings
     assert state is training.agent
     assert returns.shape == (run.num_seeds,)
-    saved = json.loads((folder / "args.json").read_text())
-    assert module.Run(**saved["run"]) == run
-    assert module.Args(**saved["args"]) == args
+    assert usage.read_flags(folder, module.Run, module.Args) == (run, args)
 
     folders = agent_folders(folder, run.seed, run.num_seeds)
     assert sorted(folder.glob("seed_*")) == folders[1:]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import environments
@@ -308,10 +309,9 @@ def start(folder, *flags):
 
 def resume_to(folder, total_timesteps):
     """Trains the run in this folder up to so many steps, in this process."""
-    saved = json.loads((folder / "args.json").read_text())
-    args = dqn_jax.Args(**saved["args"] | {"total_timesteps": total_timesteps})
-    run = dqn_jax.Run(**saved["run"] | {"resume": str(folder), "eval_episodes": 0})
-    dqn_jax.train(args, run)
+    run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    args = replace(args, total_timesteps=total_timesteps)
+    dqn_jax.train(args, replace(run, resume=str(folder), eval_episodes=0))
 
 
 def at_step(number, what, monkeypatch):

@@ -379,7 +379,8 @@ def test_a_log_entry_has_means_of_what_was_counted_since_the_last_one(tmp_path):
 
 SHORT = Args(total_timesteps=3_000, learning_starts=600)
 SHORT_RUN = Run(log_interval=500, eval_episodes=0)
-LEARNING_TAGS = {"charts/epsilon", "charts/gradient_steps", "losses/td_loss", "losses/q_values"}
+LEARNING_TAGS = {"charts/epsilon", "charts/gradient_steps", "charts/replay_ratio"}
+LEARNING_TAGS |= {"losses/td_loss", "losses/q_values"}
 
 
 @pytest.fixture(scope="module", params=[slow(1), 8])

@@ -335,7 +335,7 @@ def test_a_checkpoint_interval_of_0_saves_nothing():
     run = dqn_jax.Run(**COUNTER, checkpoint_interval=0, eval_episodes=0)
     _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
     left = sorted(path.name.split(".")[0] for path in folder.glob("[a-z]*"))
-    assert left == ["args", "events"]
+    assert left == ["args", "events", "run"]
     with pytest.raises(dqn_jax.UsageError, match="has no checkpoint"):
         checkpoints.load_policy(folder, dqn_jax)
 

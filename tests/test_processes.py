@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import environments  # noqa: F401  registers the environments
 import jax
@@ -142,8 +142,8 @@ def test_four_seeds_in_two_processes(module, tmp_path, monkeypatch):
     assert saved == json.loads((one / "args.json").read_text())
     for folder in (one, two):
         monkeypatch.chdir(folder.parent.parent)
-        args = module.Args(**saved["args"] | {"total_timesteps": 1_500})
-        module.train(args, module.Run(**saved["run"] | {"resume": str(folder)}))
+        run, args = usage.read_flags(folder, module.Run, module.Args)
+        module.train(replace(args, total_timesteps=1_500), replace(run, resume=str(folder)))
     assert checkpoint(module, two)[0] == 1_500
     assert_same_run(module, one, two, **BIT_FOR_BIT)
 
