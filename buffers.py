@@ -1229,7 +1229,8 @@ def _random_below(bound: Array, bits: Array) -> Array:
     n = bound.astype(uint32)
     carried = _upper_half(low, n)
     carry = (high * n + carried < carried).astype(uint32)
-    return (_upper_half(high, n) + carry).astype(int32)  # jax.random.randint: 3 times as long
+    draw = _computed_once(_upper_half(high, n) + carry)
+    return draw.astype(int32)  # jax.random.randint: 3 times as long
 
 
 def _upper_half(x: Array, y: Array) -> Array:
