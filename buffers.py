@@ -340,7 +340,7 @@ class Replay(Buffer):
         inside jit the contents of some slot, with probability 0.
         """
         count = _positive("sample(state, key, batch_size): batch_size", batch_size)
-        self._check_drawable(state)
+        self._check_drawable("sample", state)
         return self._sample(state, key, count)
 
     @_compiled(static="count")
@@ -352,8 +352,9 @@ class Replay(Buffer):
     def add_and_sample(self, state: State, items: PyTree, key: Array, batch_size: int) -> Any:
         """`add_batch` and then `sample`: (state, Sample)."""
         count = _positive("add_and_sample(state, items, key, batch_size): batch_size", batch_size)
+        self._check_drawable("add_and_sample", state, items)
         state = self.add_batch(state, items)
-        return state, self.sample(state, key, count)
+        return state, self._sample(state, key, count)
 
     def can_sample(self, state: State, min_size: Any = 1) -> Array:
         """Whether something can be drawn, and at least `min_size` items are held: [] bool.
@@ -409,17 +410,24 @@ class Replay(Buffer):
         return self._set(state, indices, priorities.astype(float32))
 
     @_explains_donation
-    def _check_drawable(self, state: State) -> None:
-        """Raises unless there is something to draw."""
+    def _check_drawable(self, name: str, state: State, items: PyTree = None) -> None:
+        """Raises unless there is something to draw, once `items` are added."""
         if not _is_checked(self, state.size):
             return
-        if not isinstance(state.size, Tracer) and self._can_surely_draw(state):
+        stays = items is None or self.period == 1  # else they may overwrite the only window
+        if stays and not isinstance(state.size, Tracer) and self._can_surely_draw(state):
             return
         _check_state(self, state)
+        if items is not None:
+            state = self._counters_after(state, items)
         wanted = f"sequence_length={self.window} steps from a multiple of period={self.period}"
         wanted += ", of a priority above 0" if self.state_type is PrioritisedState else ""
-        message = f"sample: nothing to draw, {{size}} items held; a draw takes {wanted}"
+        message = f"{name}: nothing to draw, {{size}} items held; a draw takes {wanted}"
         _check(self.can_sample(state), message, size=self.size(state))
+
+    @_compiled()
+    def _counters_after(self, state: State, items: PyTree) -> State:
+        return self.add_batch(state, items)._replace(storage=())
 
     def _can_surely_draw(self, state: State) -> bool:
         """Whether one number tells already, which is read faster than any function is called."""

@@ -170,8 +170,9 @@ def rescale(x, epsilon=1e-3):
 
 def unscale(x, epsilon=1e-3):
     """The inverse of h."""
-    root = jnp.sqrt(1 + 4 * epsilon * (jnp.abs(x) + 1 + epsilon))
-    return jnp.sign(x) * (((root - 1) / (2 * epsilon)) ** 2 - 1)
+    y = jnp.abs(x) + 1 + epsilon
+    root = 2 * y / (1 + jnp.sqrt(1 + 4 * epsilon * y))  # exact where (sqrt(...) - 1) / 2e is not
+    return jnp.sign(x) * (root**2 - 1)
 
 
 class R2D2:
@@ -339,8 +340,7 @@ class R2D2:
         grad_fn = jax.grad(self.loss, has_aux=True)
         weights = buffers.importance_weights(sample.probabilities, args.importance_exponent)
         gradient, (metrics, td_error) = grad_fn(state.params, state.target_params, window, weights)
-        valid = window.valid[args.burn_in : args.burn_in + args.train_length]
-        priorities = self.priorities(td_error, valid)
+        priorities = self.priorities(td_error, window.valid[args.burn_in :][: args.train_length])
         replay = self.replay.set_priorities(state.replay, sample.indices, priorities)
         metrics["losses/priority_max"] = replay.max_priority
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)

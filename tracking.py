@@ -87,7 +87,9 @@ def write_origin(folder: Path, begin: int) -> None:
             "versions": {name: version(name) for name in PACKAGES},
         }
     )
-    file.write_text(json.dumps(starts, indent=1))
+    new = folder / ".run.json"  # a process that is killed leaves the old file or the new one
+    new.write_text(json.dumps(starts, indent=1))
+    new.replace(file)
 
 
 def check_vault(alg: Any, run: Any) -> None:

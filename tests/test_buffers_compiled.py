@@ -236,7 +236,7 @@ def calls(kind, buffer):
     if kind == "circular":
         yield from circular_calls(buffer, one, held)
     else:
-        yield from replay_calls(buffer, keys)
+        yield from replay_calls(buffer, many, keys)
 
 
 def circular_calls(buffer, one, held):
@@ -247,11 +247,15 @@ def circular_calls(buffer, one, held):
     yield "add and pop", lambda state, i: buffer.pop(buffer.add(state, one[i]), 1)[0]
 
 
-def replay_calls(buffer, keys):
+def replay_calls(buffer, many, keys):
     def sample_update_get(state, i):
         sample = buffer.sample(state, keys[i], 7)
         buffer.get(state, sample.indices)
         return buffer.update(state, shift, sample.indices)
+
+    def add_and_sample(state, i):
+        state, _ = buffer.add_and_sample(state, many[i], keys[i], 6)
+        return state
 
     def set_priorities(state, i):
         indices = buffer.sample(state, keys[i], 7).indices
@@ -259,6 +263,7 @@ def replay_calls(buffer, keys):
 
     yield "can_sample", reading(lambda state, i: buffer.can_sample(state))
     yield "sample, update, get", sample_update_get
+    yield "add_and_sample", add_and_sample
     if buffer.set_priorities:
         yield "set_priorities", set_priorities
 

@@ -453,6 +453,12 @@ DYNAMIC_MISTAKES = {
         lambda b, s: b.sample(s, KEY, 2),
         "sample: nothing to draw.*3.* held",
     ),
+    "add_and_sample too few steps": (
+        "sequences",
+        lambda b: b.init(encode(0)),
+        lambda b, s: b.add_and_sample(s, encode([0, 1, 2]), KEY, 2),
+        "add_and_sample: nothing to draw.*3.* held",
+    ),
     "pop too many": (
         "circular",
         filled,

@@ -231,7 +231,7 @@ def test_adding_and_drawing_fails_if_the_only_window_is_overwritten():
     replay = buffers.prioritised_replay(4, sequence_length=4, period=4)
     state = replay.add_batch(replay.init(0.0), np.arange(4, dtype=np.float32))
     assert replay.can_sample(state)
-    with pytest.raises(ValueError, match="sample: nothing to draw, "):
+    with pytest.raises(ValueError, match="add_and_sample: nothing to draw, "):
         replay.add_and_sample(state, np.ones(1, np.float32), jax.random.key(0), 3)
 
 

@@ -147,7 +147,7 @@ def test_the_loss_is_that_of_a_step_by_step_computation(flags):
             if error is None:
                 assert td_error[t, i] == 0
                 continue
-            np.testing.assert_allclose(td_error[t, i], error, atol=1e-4)
+            np.testing.assert_allclose(td_error[t, i], error, atol=2e-5)
             total += weights[i] * error**2
             count += 1
     np.testing.assert_allclose(loss, total / count, rtol=1e-4)
