@@ -26,8 +26,8 @@ from tqdm import tqdm
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
 MAY_BE_0 = (
-    *("seed", "eval_episodes", "checkpoint_interval", "learning_starts", "burn_in"),
-    "policy_steps",
+    *("seed", "eval_episodes", "checkpoint_interval", "learning_starts"),
+    *("burn_in", "policy_steps"),
 )
 NOT_NEGATIVE = (
     *("learning_rate", "policy_lr", "q_lr", "adam_epsilon", "max_grad_norm", "clip_coef"),
