@@ -89,11 +89,11 @@ class QNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        if x.dtype == jnp.uint8 and x.ndim > 2:
+        if x.dtype in (jnp.uint8, bool) and x.ndim > 2:
             import images
 
             if images.are_images(x):
-                return nn.Dense(self.num_actions)(images.nature_cnn(x))
+                return nn.Dense(self.num_actions)(images.cnn(x))
         x = x.reshape(len(x), -1).astype(jnp.float32)
         for width in self.hidden_sizes:
             x = nn.relu(nn.Dense(width)(x))
@@ -159,7 +159,8 @@ class DQN:
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration *= args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
-        dtype = np.uint8 if observation_space.dtype == np.uint8 else np.float32
+        has_image_dtype = observation_space.dtype in (np.uint8, bool)
+        dtype = observation_space.dtype if has_image_dtype else np.float32
         observation = np.zeros(observation_space.shape, dtype)
         self.example_step = Step(observation, np.int32(0), np.float32(0), *[np.False_] * 3)
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame

@@ -1,4 +1,4 @@
-"""What images need: the network of Mnih et al. 2015, stacks of frames, a check of videos.
+"""What images need: convolutions, stacks of frames, a check of videos.
 
 A script imports this module if observations are images or no Box, with --frame-stack, and with
 --capture-video.
@@ -33,11 +33,13 @@ def channels_last(x: Array) -> Array:
 
 
 def are_images(x: Array) -> bool:
-    """Whether observations [B, ...] are images, or stacks of them, of 36 x 36 pixels or more."""
-    if x.dtype != jnp.uint8 or x.ndim not in (3, 4, 5):
+    """Whether observations [B, ...] are images, or stacks of them: uint8 or bool, and large enough.
+
+    With an axis of channels, or of a stack, 5 x 5 pixels are enough, else it takes 36 x 36.
+    """
+    if x.dtype not in (jnp.uint8, bool) or x.ndim not in (3, 4, 5):
         return False
-    height_and_width = channels_last(x).shape[1:3]
-    return min(height_and_width) >= 36  # which three convolutions need
+    return min(channels_last(x).shape[1:3]) >= (36 if x.ndim == 3 else 5)
 
 
 class Conv(nn.Module):
@@ -77,20 +79,25 @@ class Conv(nn.Module):
         return bias + sum(products[:, i : i + rows, :, i] for i in range(blocks))
 
 
-def nature_cnn(x: Array, init: Callable = default_kernel_init) -> Array:
-    """Features [B, 512] of uint8 images, by the convolutions of Mnih et al. 2015, extended table 1.
+def cnn(x: Array, init: Callable = default_kernel_init) -> Array:
+    """Features [B, F] of images, by a network whose layers belong to the flax module that calls it.
 
-    Called in a flax module, to which its layers belong; `init` draws their weights. The values are
-    divided by 255.
+    From 36 x 36 pixels on it is that of Mnih et al. 2015, extended table 1, and uint8 is divided by
+    255. Smaller images go through that of Young and Tian 2019, arXiv 1903.03176, as they are:
+    their numbers are often flags or kinds of things. `init` draws the weights.
     """
-    x = x.astype(jnp.float32) / 255
-    x = channels_last(x)
-    x = nn.relu(Conv(32, kernel_size=8, stride=4, kernel_init=init)(x))
-    x = nn.relu(Conv(64, kernel_size=4, stride=2, kernel_init=init)(x))
-    x = nn.relu(Conv(64, kernel_size=3, stride=1, kernel_init=init)(x))
+    is_pixels = x.dtype == jnp.uint8
+    x = channels_last(x).astype(jnp.float32)
+    layers = [(16, 3, 1)]  # features, kernel size, stride
+    width = 128
+    if min(x.shape[1:3]) >= 36:  # which the three convolutions need
+        x = x / 255 if is_pixels else x
+        layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+        width = 512
+    for features, kernel_size, stride in layers:
+        x = nn.relu(Conv(features, kernel_size, stride, kernel_init=init)(x))
     x = x.reshape(len(x), -1)
-    x = nn.Dense(512, kernel_init=init)(x)
-    return nn.relu(x)
+    return nn.relu(nn.Dense(width, kernel_init=init)(x))
 
 
 class FrameStack(gym.vector.VectorWrapper):

@@ -99,11 +99,11 @@ class ActorCritic(nn.Module):
             return x
 
         actor = critic = None
-        if x.dtype == jnp.uint8 and x.ndim > 2:
+        if x.dtype in (jnp.uint8, bool) and x.ndim > 2:
             import images
 
             if images.are_images(x):
-                actor = critic = images.nature_cnn(x, nn.initializers.orthogonal(2**0.5))
+                actor = critic = images.cnn(x, nn.initializers.orthogonal(2**0.5))
         if actor is None:
             x = x.reshape(len(x), -1).astype(jnp.float32)
             actor = mlp(x)
@@ -251,11 +251,12 @@ class PPO:
         if self.steps_per_iteration % args.num_minibatches > 0:
             raise UsageError("num_minibatches must divide num_envs * num_steps")
         num_actions = action_space.shape[0] if self.is_box else int(action_space.n)
-        dtype = np.uint8 if observation_space.dtype == np.uint8 else np.float32
+        has_image_dtype = observation_space.dtype in (np.uint8, bool)
+        dtype = observation_space.dtype if has_image_dtype else np.float32
         observation = np.zeros(observation_space.shape, dtype)
         action = np.zeros(num_actions, np.float32) if self.is_box else np.int32(0)
         self.example_step = Step(observation, action, np.float32(0), *[np.False_] * 3)
-        if args.normalize_observations == "yes" and dtype == np.uint8 and observation.ndim > 1:
+        if args.normalize_observations == "yes" and dtype != np.float32 and observation.ndim > 1:
             raise UsageError("normalize_observations takes no images: the network scales them")
         self.network: Any = ActorCritic(num_actions, self.is_box, args.hidden_sizes)
         self.shard_batch = lambda batch: batch  # compiled.py may split a batch over devices
@@ -278,8 +279,8 @@ class PPO:
             zeros = jnp.zeros(shape, jnp.float32)
             return RunningMeanStd(mean=zeros, var=zeros + 1, num_rows=jnp.float32(0))
 
-        is_float = self.is_box and observation.dtype != np.uint8
-        obs_rms = init_rms(args.normalize_observations, is_float, observation.shape)
+        is_float = observation.dtype == np.float32
+        obs_rms = init_rms(args.normalize_observations, self.is_box and is_float, observation.shape)
         return_rms = init_rms(args.normalize_rewards, self.is_box, ())
         params = self.network.init(key, observation[None])
         opt_state = self.optimizer(args.learning_rate).init(params)

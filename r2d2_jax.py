@@ -116,11 +116,11 @@ class QNetwork(nn.Module):
 
     def features(self, x):
         """Of observations [W * B, ...]."""
-        if x.dtype == jnp.uint8 and x.ndim > 2:
+        if x.dtype in (jnp.uint8, bool) and x.ndim > 2:
             import images
 
             if images.are_images(x):
-                return images.nature_cnn(x)
+                return images.cnn(x)
         x = x.reshape(len(x), -1).astype(jnp.float32)
         return nn.relu(nn.Dense(self.hidden_size)(x))
 
@@ -198,7 +198,8 @@ class R2D2:
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
-        dtype = np.uint8 if observation_space.dtype == np.uint8 else np.float32
+        has_image_dtype = observation_space.dtype in (np.uint8, bool)
+        dtype = observation_space.dtype if has_image_dtype else np.float32
         observation = np.zeros(observation_space.shape, dtype)
         carry = np.zeros(args.hidden_size, np.float32)
         memory = (carry, carry, np.int32(0))

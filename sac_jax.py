@@ -85,11 +85,11 @@ class Args:
 
 def features(x):
     """Observations [B, ...] as vectors [B, F]. A flax module that calls it owns the layers."""
-    if x.dtype == jnp.uint8 and x.ndim > 2:
+    if x.dtype in (jnp.uint8, bool) and x.ndim > 2:
         import images
 
         if images.are_images(x):
-            return images.nature_cnn(x)
+            return images.cnn(x)
     return x.reshape(len(x), -1).astype(jnp.float32)
 
 
@@ -203,7 +203,8 @@ class SAC:
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration *= args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
-        dtype = np.uint8 if observation_space.dtype == np.uint8 else np.float32
+        has_image_dtype = observation_space.dtype in (np.uint8, bool)
+        dtype = observation_space.dtype if has_image_dtype else np.float32
         observation = np.zeros(observation_space.shape, dtype)
         action = np.zeros(self.num_actions, np.float32)
         self.example_step = Step(observation, action, np.float32(0), *[np.False_] * 3)
