@@ -371,11 +371,11 @@ class Trainer:
         return self.envs.evaluate(params, episodes, key, run.eval_max_steps, run.eval_explores)
 
     def evaluate(self, params: Any) -> np.ndarray:
-        """The mean return of each agent [num_seeds]."""
+        """The returns [num_seeds, eval_episodes] of each agent."""
         returns, over = self.evaluate_all(params)
         if not np.all(over):
             tqdm.write(f"an evaluation cuts off episodes after {self.run.eval_max_steps:,} steps")
-        return np.asarray(returns).mean(axis=1)
+        return np.asarray(returns)
 
     def num_entries(self, step: int) -> int:
         """Log entries of the next call: up to the next checkpoint, the next evaluation or the end.
@@ -468,16 +468,18 @@ def log_entries(logs: list, step: int, interval: int, metrics: dict, seconds: fl
 def evaluate_agents(
     trainer: Trainer, runner: RunnerState, step: int, logs: list, script: Any, stop: Any
 ) -> None:
-    """Logs mean returns in an evaluation, keeps the best agent, records a video of the first."""
+    """Logs the returns of an evaluation, keeps the best agent, records a video of the first."""
     run = trainer.run
     saver = logs[0].saver
     params = trainer.alg.policy_params(runner.agent)
     if run.eval_episodes > 0:
-        scores = trainer.evaluate(params)
-        tqdm.write(f"{step:,} steps: return {scores.mean():.2f} in an evaluation")
-        for log, score in zip(logs, scores, strict=True):
-            log.add_scalars(step, {"eval/episodic_return": score})
+        returns = trainer.evaluate(params)
+        tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
+        for log, own in zip(logs, returns, strict=True):
+            charts = {f"eval/{name}": f(own) for name, f in script.EVALUATION.items()}
+            log.add_scalars(step, charts)
         if saver:
+            scores = returns.mean(axis=1)
             best = int(np.argmax(scores))
             saver.save_if_best(step, trainer.take_agent(params, best), scores[best])
     if run.capture_video:

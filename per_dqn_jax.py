@@ -309,6 +309,8 @@ ENV_ID = "CartPole-v1"  # of a run without --env-id
 
 # === common to all scripts ===
 
+EVALUATION: dict = {"episodic_return": np.mean, "median": np.median, "min": np.min, "max": np.max}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -505,15 +507,15 @@ def start(alg: Algorithm, run: Run, init, stop: list, now: int = 0, quiet: bool 
 
 
 def evaluate_agent(alg: Algorithm, run: Run, params, step: int, log: Log, stop):
-    """Logs the mean return of an evaluation, keeps the best agent, and records a video."""
+    """Logs the returns of an evaluation, keeps the best agent, and records a video."""
     if run.eval_episodes > 0:
-        score = evaluate(alg, run, params, run.eval_episodes, stop=stop).mean()
+        returns = evaluate(alg, run, params, run.eval_episodes, stop=stop)
         if stop:
             return  # it was interrupted
-        tqdm.write(f"{step:,} steps: return {score:.2f} in an evaluation")
-        log.add_scalars(step, {"eval/episodic_return": score})
+        tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
+        log.add_scalars(step, {f"eval/{name}": f(returns) for name, f in EVALUATION.items()})
         if log.saver:
-            log.saver.save_if_best(step, params, score)
+            log.saver.save_if_best(step, params, returns.mean())
     if run.capture_video:
         evaluate(alg, run, params, 1, f"{log.folder}/videos/{step}", stop)
 

@@ -139,6 +139,19 @@ def test_an_evaluation_of_training_explores_if_asked_to():
     assert score not in (STEPS, STEPS * 1000.0, 0.0)
 
 
+@BOTH
+def test_an_evaluation_logs_mean_median_lowest_and_highest_return(env_id, monkeypatch):
+    returns = np.array([3.0, 0.0, 10.0, 1.0])
+    monkeypatch.setattr(dqn_jax, "evaluate", lambda *args, **kwargs: returns)
+    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda *args: returns[None])
+    args = dqn_jax.Args(total_timesteps=20, learning_starts=19, batch_size=1, buffer_size=100)
+    run = dqn_jax.Run(env_id=env_id, eval_episodes=4, log_interval=10)
+    _, _, folder = dqn_jax.train(args, run)
+    charts, _ = read_events(folder)
+    got = [charts[f"eval/{name}"] for name in ("episodic_return", "median", "min", "max")]
+    assert got == [[(20, 3.5)], [(20, 2.0)], [(20, 0.0)], [(20, 10.0)]]
+
+
 def test_a_signal_in_an_evaluation_ends_the_run_with_the_iteration_after_it(monkeypatch):
     """The evaluation at step 50, after 60 steps, would take 200. One more rollout is collected."""
     stop = []

@@ -106,7 +106,10 @@ def assert_prints_progress(printed, folder, env_id, points):
 
 
 # What is in the charts of each script, and of one of them alone.
-COMMON_CHARTS = "charts/episodic_return charts/episodic_length charts/SPS eval/episodic_return"
+COMMON_CHARTS = (
+    "charts/episodic_return charts/episodic_length charts/SPS "
+    "eval/episodic_return eval/median eval/min eval/max"
+)
 OWN_CHARTS = {
     "dqn_jax": "losses/td_loss losses/q_values charts/epsilon charts/gradient_steps "
     "charts/replay_ratio",
