@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -136,6 +137,8 @@ def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> 
     name, *own = shlex.split(script)
     flags = [*own, *flags]
     label = "_".join([name, *flags]).replace("--", "").replace("/", "-")
+    if len(label) > 200:  # a name of a file has at most 255
+        label = f"{label[:190]}_{zlib.crc32(label.encode())}"
     work = folder / label / f"{env_id.replace('/', '-')}-{seed}"
     done = work / "done"
     if not done.exists() or not done.read_text():

@@ -425,6 +425,7 @@ def test_environments_of_your_own_are_learned(name, env, envs, tmp_path, monkeyp
     ("library", "script", "env", "least"),
     [
         slow("minigrid", dqn_jax, "my_minigrid:Empty-v0", 0),
+        ("minatar", dqn_jax, "my_minatar:MinAtar/Asterix-v1", 0),
         ("gymnax", dqn_jax, "my_gymnax:Breakout-MinAtar", 0),
         slow("gymnax", dqn_jax, "my_gymnax:SpaceInvaders-MinAtar", 0),
         ("jumanji", ppo_jax, "my_jumanji:Snake-v1", 0),

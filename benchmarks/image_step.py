@@ -1,0 +1,163 @@
+"""Milliseconds of a gradient step of DQN on images: dqn_jax.py beside the same in PyTorch.
+
+    pip install -e ".[bench]" && python benchmarks/image_step.py
+
+Each draws 32 of 2,000 transitions, and takes a step of Adam. Both run in turn, each time in a new
+process, on one core and on two. Prints medians over the rounds, the least and the most, and the
+ratio to PyTorch round by round. dqn_jax.py takes its steps in a loop inside of one compiled call,
+as it does in training, and alone, as it does with `--num-envs 1 --gradient-steps 1`.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import header, ratios, spread, table, write_json
+
+SHAPES = {"84 x 84 x 4": (4, 84, 84), "10 x 10 x 4": (4, 10, 10)}
+TRANSITIONS, BATCH, LOOP = 2_000, 32, 5
+
+
+def milliseconds(step: Callable[[], Any], repeats: int = 15) -> float:
+    """The median of that many calls, after two that are not counted."""
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[2:])
+
+
+def experience(shape: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random observations, actions and rewards."""
+    rng = np.random.default_rng(0)
+    observation = rng.integers(256, size=(TRANSITIONS, *shape), dtype=np.uint8)
+    action = rng.integers(6, size=TRANSITIONS)
+    reward = rng.normal(size=TRANSITIONS)
+    return observation, action, reward.astype(np.float32)
+
+
+def time_ours(shape: tuple) -> list[float]:
+    """[a step in a loop, a step alone], of dqn_jax.py."""
+    import gymnasium as gym
+    import jax
+
+    import dqn_jax
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    args = dqn_jax.Args(batch_size=BATCH, buffer_size=TRANSITIONS)
+    space: Any = gym.spaces.Box(0, 255, shape, np.uint8)
+    alg: Any = dqn_jax.DQN(args, space, gym.spaces.Discrete(6))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    observation, action, reward = (x[:, None] for x in experience(shape))
+    flags = np.zeros((TRANSITIONS, 1), bool)
+    steps = dqn_jax.Step(observation, action.astype(np.int32), reward, flags, flags, ~flags)
+    state = state._replace(replay=alg.replay.add_batch(state.replay, steps))
+
+    def gradient_step(i: Any, state: Any) -> Any:
+        return alg.gradient_step(state, jax.random.PRNGKey(i), 0)[0]
+
+    def take_steps(state: Any) -> Any:
+        return jax.lax.fori_loop(0, LOOP, gradient_step, state)
+
+    loop = jax.jit(take_steps, donate_argnums=0)  # in place, as in training
+    single = jax.jit(partial(gradient_step, 0), donate_argnums=0)
+
+    def call(function: Callable) -> None:
+        nonlocal state
+        state = jax.block_until_ready(function(state))
+
+    return [milliseconds(partial(call, loop)) / LOOP, milliseconds(partial(call, single))]
+
+
+def time_torch(shape: tuple) -> list[float]:
+    """[a step], written as CleanRL's dqn_atari.py writes it."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    observation, action, reward = experience(shape)
+    channels, height, width = shape
+    layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if height > 35 else [(16, 3, 1)]
+
+    def make_network() -> Any:
+        modules: list = []
+        inputs = channels
+        for outputs, size, stride in layers:
+            modules += [nn.Conv2d(inputs, outputs, size, stride), nn.ReLU()]
+            inputs = outputs
+        convolutions = nn.Sequential(*modules, nn.Flatten())
+        features = convolutions(torch.zeros(1, *shape)).shape[1]
+        hidden = 512 if height > 35 else 128
+        return nn.Sequential(
+            convolutions, nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 6)
+        )
+
+    network, target_network = make_network(), make_network()
+    scale = 255 if height > 35 else 1
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
+    rng = np.random.default_rng(1)
+
+    def gradient_step() -> None:
+        i = rng.integers(TRANSITIONS - 1, size=BATCH)
+        with torch.no_grad():
+            next_q = target_network(torch.as_tensor(observation[i + 1]).float() / scale)
+            target = torch.as_tensor(reward[i]) + 0.99 * next_q.max(1).values
+        q_values = network(torch.as_tensor(observation[i]).float() / scale)
+        value = q_values.gather(1, torch.as_tensor(action[i])[:, None])[:, 0]
+        loss = nn.functional.mse_loss(target, value)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return [milliseconds(gradient_step)]
+
+
+def in_new_process(function: Callable, shape: tuple, cores: set[int]) -> list[float]:
+    with get_context("spawn").Pool(1, os.sched_setaffinity, (0, cores)) as pool:
+        return pool.apply(function, (shape,))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write all of it to this file")
+    args = parser.parse_args()
+    text, about = header(["jax", "flax", "numpy", "torch"])
+    print(text)
+    available = sorted(os.sched_getaffinity(0))
+    rows, results = [], []
+    for name, shape in SHAPES.items():
+        for count in (1, 2):
+            cores = set(available[:count])
+            ours, torch = [], []
+            for _ in range(args.rounds):
+                ours.append(in_new_process(time_ours, shape, cores))
+                torch += in_new_process(time_torch, shape, cores)
+            in_loop, alone = (list(x) for x in zip(*ours, strict=True))
+            cells = [spread(in_loop, 2), spread(alone, 2), spread(torch, 2)]
+            cells += [spread(ratios(torch, in_loop), 2), spread(ratios(torch, alone), 2)]
+            rows.append([name, str(count), *cells])
+            results.append({"images": name, "cores": count, "ours": ours, "torch": torch})
+    heads = [
+        "images",
+        "cores",
+        "in a loop",
+        "alone",
+        "PyTorch",
+        "PyTorch / loop",
+        "PyTorch / alone",
+    ]
+    print(table(heads, rows))
+    write_json(args.json, about | {"results": results})
+
+
+if __name__ == "__main__":
+    main()
