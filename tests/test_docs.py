@@ -129,6 +129,7 @@ def metrics(text, quote):
 def test_tables_of_metrics_have_those_of_the_scripts(name):
     source = (ROOT / f"{name}.py").read_text()
     logged = metrics(source.replace('scalars.get("charts/gradient_steps"', ""), '"')
+    logged |= {f"eval/{name}" for name in dqn_jax.EVALUATION}
     page = PAGES[f"docs/{name.removesuffix('_jax')}.md"]
     written = metrics(page + PAGES["docs/runs.md"], "`")
     assert written <= logged
