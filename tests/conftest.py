@@ -43,6 +43,20 @@ settings.load_profile("quick")
 
 slow = partial(pytest.param, marks=pytest.mark.slow)  # a test's parameters, see pyproject.toml
 
+# Flags with which a run takes a second or two.
+SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
+SMALL_PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=1, update_epochs=1)
+COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
+
+
+def one_line(result, code=2):
+    """The one line on stderr of `run_main`, which ended with this exit code."""
+    given, _, err = result
+    (line,) = err.strip().splitlines()
+    assert given == code
+    assert line.startswith("error: ")
+    return line
+
 
 @pytest.fixture(autouse=True, scope="module")
 def strict_promotion(request):
@@ -52,6 +66,12 @@ def strict_promotion(request):
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path, monkeypatch):
+    """Runs write to `runs/` of the working directory."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -85,9 +105,8 @@ def stop_at(monkeypatch):
 
 
 @pytest.fixture
-def run_main(tmp_path, monkeypatch, capsys):
-    """Runs `main` of a script in this process, in a folder of its own: exit code, out, err."""
-    monkeypatch.chdir(tmp_path)
+def run_main(monkeypatch, capsys):
+    """Runs `main` of a script in this process: exit code, out, err."""
 
     def run(module, *flags):
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])

@@ -95,10 +95,9 @@ def test_each_environment_has_a_process_where_they_are_async():
     ],
 )
 def test_training_is_the_same_bit_for_bit_however_environments_are_stepped(
-    module, flags, env_id, vectorization, tmp_path, monkeypatch
+    module, flags, env_id, vectorization
 ):
     """With the same seeds they do the same, and each observation that is kept is a copy."""
-    monkeypatch.chdir(tmp_path)
     run = dict(env_id=env_id, log_interval=40, eval_episodes=2, checkpoint_interval=0)
     args = module.Args(**flags)
     state, returns, folder = module.train(args, module.Run(**run))

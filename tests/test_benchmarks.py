@@ -302,7 +302,6 @@ def test_a_peer_has_our_hyperparameters_and_logs_as_our_scripts_do(tmp_path, mon
     environments = SimpleNamespace(make_vec_env=lambda *arguments: arguments)
     monkeypatch.setitem(sys.modules, "stable_baselines3", SimpleNamespace(DQN=Peer))
     monkeypatch.setitem(sys.modules, "stable_baselines3.common.env_util", environments)
-    monkeypatch.chdir(tmp_path)
     training.train_peer(
         SimpleNamespace(
             peer="sb3",
@@ -327,9 +326,8 @@ def test_a_peer_has_our_hyperparameters_and_logs_as_our_scripts_do(tmp_path, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("vectorization", "processes"), [("sync", 1), ("async", 2)])
-def test_slow_environments_take_their_time(vectorization, processes, tmp_path, monkeypatch):
+def test_slow_environments_take_their_time(vectorization, processes, monkeypatch):
     """Two that wait for 10 ms a step: one after the other, or at once in processes of their own."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(Path(async_envs.__file__).parent)
     kwargs = {"seconds": 0.01, "computes": False}
     speed = async_envs.steps_per_second(kwargs, 2, 600, vectorization)

@@ -372,8 +372,7 @@ def test_flashbax_mixes_as_many_of_each_buffer():
         assert set(ids[128:].tolist()) == set(range(300, 310))
 
 
-def test_the_vault_of_flashbax_does_the_same(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_vault_of_flashbax_does_the_same():
     run_table("Flashbax: Vault", {"fbx": fbx}, held_by_flashbax)
 
 

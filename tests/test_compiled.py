@@ -7,6 +7,7 @@ import io
 import math
 import re
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
+from environments import Chain
 from events import read_events
+from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 from gymnasium.experimental.functional import FuncEnv
 
 import checkpoints
@@ -47,11 +50,6 @@ PPO_FLAGS = dict(num_envs=4, num_steps=32, gamma=GAMMA, learning_rate=3e-3, ent_
 SCRIPTS = [(dqn_jax, DQN_FLAGS), (per_dqn_jax, DQN_FLAGS), (ppo_jax, PPO_FLAGS)]
 IDS = ["dqn", "per_dqn", "ppo"]
 GROUPS = [slow(0), slow(1), 2]
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 # ------------------------------------------------------------------------------------ environments
@@ -693,3 +691,95 @@ def test_a_signal_between_two_calls_saves_what_was_learned(stop_at):
     (checkpoint,) = (folder / "checkpoints").iterdir()
     scalars, _ = read_events(folder)
     assert 2_000 <= int(checkpoint.name) == scalars["charts/SPS"][-1][0] < 16_000
+
+
+class Clock(Chain):
+    """Episodes end by the time limit of 9 steps alone: a return of 4.5."""
+
+    def reward(self, state, action, next_state, rng, params=None):
+        return 0.5
+
+    def terminal(self, state, rng, params=None):
+        return state < 0
+
+
+def make_clock(**kwargs):
+    return FunctionalJaxEnv(Clock(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("Clock-v0", make_clock, max_episode_steps=9, disable_env_checker=True)
+# A step of one environment is an iteration. The first episode and its reset are step 10, the fourth
+# and its reset step 40, and no other ends before step 49.
+STEPWISE = dict(
+    total_timesteps=48,
+    num_envs=1,
+    train_frequency=1,
+    learning_starts=8,
+    batch_size=8,
+    buffer_size=100,
+)
+CLOCK = dict(env_id="Clock-v0", log_interval=4, eval_episodes=0)
+
+
+def test_before_the_first_episode_of_a_compiled_run_ends_there_is_no_return(capsys):
+    dqn_jax.train(dqn_jax.Args(**STEPWISE), dqn_jax.Run(**CLOCK, checkpoint_interval=0))
+    first, *progress, last = capsys.readouterr().out.splitlines()
+    assert first.endswith(": 1 x Clock-v0, cpu")
+    assert last == "seed 1: mean return of the last episodes 4.50"
+    for line in progress:
+        step, shown = re.fullmatch(r"(\d+) steps, \d+ a second, return (.*)", line).groups()
+        assert shown == ("nan" if int(step) < 10 else "4.50")
+
+
+def test_a_resumed_compiled_run_shows_its_return_until_an_episode_ends(capsys, stop_at):
+    args = dqn_jax.Args(**STEPWISE)
+    _, returns, folder = dqn_jax.train(args, dqn_jax.Run(**CLOCK), stop_at(40))
+    np.testing.assert_array_equal(returns, [4.5])
+    capsys.readouterr()
+    _, returns, _ = dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **CLOCK))
+    np.testing.assert_array_equal(returns, [4.5])
+    _, *progress, _ = capsys.readouterr().out.splitlines()
+    assert {line.split(", ")[2] for line in progress} == {"return 4.50"}
+
+
+@pytest.mark.parametrize("env_id", ["Counter-v0", "Clock-v0"])
+def test_a_run_that_is_stopped_at_once_saves_its_first_iteration(env_id):
+    run = dqn_jax.Run(env_id=env_id, log_interval=4)
+    _, returns, folder = dqn_jax.train(dqn_jax.Args(**STEPWISE), run, [signal.SIGINT])
+    assert np.isnan(returns).all()  # no episode of either has ended
+    end = 1 if env_id == "Counter-v0" else 4  # compiled: after the log interval
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(end)]
+
+
+def first_evaluated(program):
+    """The observations with which the episodes of an evaluation start, four of one agent."""
+    taken = []
+    reset = program.envs.reset
+
+    def evaluate(params, episodes, key, *_):
+        state = reset(jax.random.fold_in(key, 0), episodes)
+        taken.append(np.asarray(state.observation))
+        return jnp.zeros(episodes), jnp.ones(episodes, bool)
+
+    program.envs.evaluate = evaluate
+    program.evaluate_one(jnp.zeros(1))
+    return taken[0]
+
+
+def test_a_compiled_evaluation_starts_where_no_training_does():
+    """With the keys of training and of an evaluation for the seeds around it."""
+    starts = []
+    for seed in (1, 2, 1_000_001):
+        run = dqn_jax.Run(env_id="phys2d/CartPole-v1", seed=seed, eval_episodes=4)
+        alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(num_envs=4), run)
+        program = compiled.Trainer(alg, run)
+        in_training = np.asarray(program.init().envs.observation[0])
+        starts += [*in_training, *first_evaluated(program)]
+    assert len(np.unique(np.stack(starts), axis=0)) == 24
+
+
+def test_the_time_limit_of_the_flags_holds_in_functional_environments():
+    for env_kwargs, limit in (("{}", 9), ('{"max_episode_steps": 5}', 5)):
+        run = dqn_jax.Run(env_id="Chain-v0", env_kwargs=env_kwargs)
+        alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(), run)
+        assert compiled.Trainer(alg, run).envs.time_limit == limit

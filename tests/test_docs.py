@@ -149,8 +149,7 @@ def test_the_example_runs(page):
         assert names["state"].max_priority == pytest.approx(largest + 1e-6)
 
 
-def test_the_vault_of_the_page_holds_the_rows(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_vault_of_the_page_holds_the_rows():
     replay = dqn_jax.buffers.uniform_replay(800, num_envs=8)
     names = dict(Vault=Vault, item={"reward": 0.0})
     steps = {"reward": jnp.arange(80.0).reshape(10, 8)}
@@ -175,8 +174,7 @@ def test_the_target_of_the_page_is_that_of_n_steps():
     assert names["target"].tolist() == pytest.approx([of_two_steps, of_three_steps])
 
 
-def test_train_is_called_from_python(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_train_is_called_from_python():
     names: dict[str, Any] = {}
     code = blocks("docs/runs.md", "python")[2]
     exec(code.replace("20_000", "12_000"), names)
@@ -209,9 +207,8 @@ def play_greedily(params, frame_stack):
 
 
 @pytest.mark.parametrize(("block", "frame_stack"), [slow(0, 1), (1, 4)], ids=["single", "stacked"])
-def test_a_trained_agent_plays_an_episode(block, frame_stack, tmp_path, monkeypatch):
+def test_a_trained_agent_plays_an_episode(block, frame_stack):
     """It takes the actions of the highest value, of the last frames as they are stacked here."""
-    monkeypatch.chdir(tmp_path)
     args = dqn_jax.Args(
         total_timesteps=800,
         learning_starts=200,
@@ -232,9 +229,8 @@ def test_a_trained_agent_plays_an_episode(block, frame_stack, tmp_path, monkeypa
     np.testing.assert_array_equal(names["observation"], newest)
 
 
-def test_an_agent_with_a_memory_plays_an_episode(tmp_path, monkeypatch):
+def test_an_agent_with_a_memory_plays_an_episode():
     """It acts as the agent does whose memory goes from step to step, from an empty one on."""
-    monkeypatch.chdir(tmp_path)
     args = r2d2_jax.Args(total_timesteps=800, learning_starts=480)
     state, _, folder = r2d2_jax.train(args, r2d2_jax.Run(eval_episodes=1))
     (code,) = blocks("docs/r2d2.md", "python")
@@ -290,7 +286,6 @@ def patched(heading, tmp_path, monkeypatch):
         assert source.count(old) == 1
         source = source.replace(old, new.replace("is_due(10_000,", "is_due(100,"))
     (tmp_path / "my_dqn.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_dqn", raising=False)
     my_dqn = importlib.import_module("my_dqn")
@@ -392,7 +387,6 @@ MODULES = {
 
 def write_module(name, tmp_path, monkeypatch):
     """Puts a module of a page into the folder in which the test runs."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / f"{name}.py").write_text(MODULES[name])
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -441,7 +435,6 @@ def test_wrapped_libraries_train(library, script, env, least, tmp_path, monkeypa
     name = env.partition(":")[0]
     if name in MODULES:
         write_module(name, tmp_path, monkeypatch)
-    monkeypatch.chdir(tmp_path)
     flags = {"learning_starts": 500} if script is dqn_jax else {}
     args = script.Args(total_timesteps=2_048, num_envs=2, **flags)
     run = script.Run(env_id=env, log_interval=1_024, eval_episodes=2)
@@ -492,7 +485,6 @@ def test_experience_on_disk_alone_is_learned_from(tmp_path, monkeypatch):
         save_experience=True,
     )
     run = dqn_jax.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
-    monkeypatch.chdir(tmp_path)
     _, _, folder = dqn_jax.train(args, run)
 
     code = MODULES["my_offline_dqn"].replace("PENALTY = 20.0", "PENALTY = 0.0")

@@ -1,5 +1,5 @@
 """dqn_jax.py: its pure functions against hand computations, and what it learns against known
-values. Of images.py the network.
+values.
 """
 
 from dataclasses import replace
@@ -18,14 +18,7 @@ from events import read_events
 from scipy.stats import chisquare
 
 import dqn_jax
-import images
 from dqn_jax import Args, Run, Step, train
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
 
 VECTOR = np.zeros(1, np.float32)
 LAST = None  # the observation after a rollout, which DQN does not need
@@ -56,148 +49,6 @@ def state_of(alg, params, target_params):
 
 
 # ------------------------------------------------------------------------------------ the network
-
-
-def in_order(params):
-    """The layers of a QNetwork; with convolutions flax numbers the one of the actions first."""
-    dense = [params[name] for name in sorted(params) if name.startswith("Dense")]
-    convolutions = [params[name] for name in sorted(params) if name.startswith("Conv")]
-    return convolutions + dense[::-1] if convolutions else dense
-
-
-def kernels(shape, dtype):
-    """Shapes of the layers' kernels of a QNetwork for observations of that shape."""
-    network = dqn_jax.QNetwork(2)
-    x = jax.ShapeDtypeStruct((2, *shape), dtype)
-    out, params = jax.eval_shape(network.init_with_output, jax.random.PRNGKey(0), x)
-    assert (out.shape, out.dtype) == ((2, 2), jnp.float32)
-    return [layer["kernel"].shape for layer in in_order(params["params"])]
-
-
-def random_params(network, x):
-    """Weights of a network for x, of a size at which its values stay moderate."""
-    rng = np.random.default_rng(1)
-    shapes = jax.eval_shape(network.init, jax.random.PRNGKey(0), x)
-    return jax.tree.map(
-        lambda leaf: np.float32(rng.normal(size=leaf.shape) / np.prod(leaf.shape[:-1]) ** 0.5),
-        shapes,
-    )
-
-
-def after_convolutions(height, width):
-    """How many features the convolutions leave of an image, by flax."""
-    x = jax.ShapeDtypeStruct((1, height, width, 1), jnp.float32)
-    for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-        # Rows and columns that do not fill a stride are left out.
-        x = jax.ShapeDtypeStruct(
-            (1, x.shape[1] // stride * stride, x.shape[2] // stride * stride, x.shape[3]), x.dtype
-        )
-        conv = nn.Conv(channels, (size, size), (stride, stride), "VALID")
-        x, _ = jax.eval_shape(conv.init_with_output, jax.random.PRNGKey(0), x)
-    return int(np.prod(x.shape))
-
-
-CONVOLUTIONS = ((4, 4, 32, 64), (3, 3, 64, 64))  # the second and the third
-
-
-IMAGES = {  # shapes of observations, and what they are with the channels last
-    (36, 36): (36, 36, 1),
-    (84, 84): (84, 84, 1),
-    (36, 40, 3): (36, 40, 3),
-    (40, 36, 12): (40, 36, 12),
-    (4, 36, 40): (36, 40, 4),
-    (1, 84, 84): (84, 84, 1),
-    (2, 3, 36, 40): (36, 40, 6),
-    (4, 84, 84, 1): (84, 84, 4),
-}
-NO_IMAGES = [(128,), (8, 8), (35, 40), (40, 35)]
-
-
-def test_images_of_36x36_and_more_go_through_convolutions_with_the_channels_last():
-    for shape, (height, width, channels) in IMAGES.items():
-        x = jax.ShapeDtypeStruct((2, *shape), jnp.float32)
-        out = jax.eval_shape(images.channels_last, x)
-        assert (out.shape, out.dtype) == ((2, height, width, channels), jnp.float32), shape
-
-        features = after_convolutions(height, width)
-        layers = [(8, 8, channels, 32), *CONVOLUTIONS, (features, 512), (512, 2)]
-        assert kernels(shape, jnp.uint8) == layers, shape
-
-
-def test_floats_and_small_images_without_channels_are_flattened():
-    for shape in [*IMAGES, *NO_IMAGES]:
-        size = int(np.prod(shape))
-        perceptron = [(size, 120), (120, 84), (84, 2)]
-        assert kernels(shape, jnp.float32) == perceptron, shape
-        if shape in NO_IMAGES:
-            assert kernels(shape, jnp.uint8) == perceptron, shape
-
-
-def test_stacked_frames_become_channels_and_other_observations_are_flattened():
-    x = np.random.default_rng(0).integers(256, size=(2, 4, 36, 40), dtype=np.uint8)
-    last = np.moveaxis(x, 1, -1)
-    np.testing.assert_array_equal(images.channels_last(jnp.asarray(x)), last)
-    network = dqn_jax.QNetwork(2)
-    apply = jax.jit(network.apply)
-    params = random_params(network, x)
-    np.testing.assert_array_equal(apply(params, x), apply(params, last))
-
-    for other in (x[:, :, 0], x.astype(np.float32)):
-        params = random_params(network, other)
-        numbers = other.reshape(2, -1).astype(np.float32)
-        np.testing.assert_array_equal(apply(params, other), apply(params, numbers))
-
-
-@pytest.mark.parametrize(
-    ("env_id", "layers"),
-    [
-        ("Image-v0", [(64, 120), (120, 84), (84, 2)]),
-        ("CartPole-v1", [(4, 120), (120, 84), (84, 2)]),
-        # The convolutions leave one place.
-        ("ImageGrey-v0", [(8, 8, 1, 32), *CONVOLUTIONS, (64, 512), (512, 2)]),
-        ("ImageColour-v0", [(8, 8, 3, 32), *CONVOLUTIONS, (64, 512), (512, 2)]),
-        ("ProbeImage-v0", [(8, 8, 4, 32), *CONVOLUTIONS, (64, 512), (512, 2)]),
-    ],
-)
-def test_an_environment_gets_the_network_for_its_observations(env_id, layers):
-    space = gym.make(env_id).observation_space
-    assert kernels(space.shape, space.dtype) == layers
-
-
-class FlaxNatureCNN(nn.Module):
-    """The network of Mnih et al. 2015 as anyone would write it."""
-
-    @nn.compact
-    def __call__(self, x):
-        for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-            x = nn.relu(nn.Conv(channels, (size, size), (stride, stride), "VALID")(x))
-        x = nn.relu(nn.Dense(512, name="Dense_1")(x.reshape(len(x), -1)))
-        return nn.Dense(3, name="Dense_0")(x)
-
-
-@pytest.mark.parametrize("shape", [slow((44, 40, 4)), (43, 50, 3)])
-def test_convolutions_are_those_of_flax(shape):
-    """With the same parameters, also where the stride does not divide the height or the width.
-
-    Of pixels divided by 255.
-    """
-    rng = np.random.default_rng(0)
-    x = rng.integers(256, size=(2, *shape), dtype=np.uint8)
-    network = dqn_jax.QNetwork(3)
-    params = random_params(network, x)
-
-    out = jax.jit(network.apply)(params, x)
-    wanted = jax.jit(FlaxNatureCNN().apply)(params, x.astype(np.float32) / 255)
-
-    assert np.abs(wanted).max() > 0.1
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
-
-
-def test_first_weights_of_convolutions_are_those_of_flax():
-    x = np.zeros((1, 44, 40, 4), np.uint8)
-    ours = dqn_jax.QNetwork(3).init(jax.random.PRNGKey(0), x)
-    wanted = FlaxNatureCNN().init(jax.random.PRNGKey(0), x.astype(np.float32))
-    jax.tree.map(np.testing.assert_array_equal, ours, wanted)
 
 
 # ------------------------------------------------------------------------------------ the algorithm
@@ -708,23 +559,6 @@ def test_no_window_goes_across_a_restart(restart):
     np.testing.assert_array_equal(restart.restarted.valid, stepped & (row != 11))
 
 
-def test_windows_that_reach_a_restart_bootstrap_from_the_last_observation(restart):
-    batch = restart.restarted
-    row, environment = np.divmod(restart.indices, 6)
-    reaching = 0
-    for b in np.flatnonzero(batch.valid & (row < 11) & (row + restart.n_step >= 11)):
-        i = environment[b]
-        until_cut = restart.rows[row[b] : 11]
-        if any(step.terminated[i] or step.truncated[i] for step in until_cut):
-            continue
-        reaching += 1
-        np.testing.assert_array_equal(batch.next_observation[b], restart.rows[11].observation[i])
-        assert batch.discount[b] == pytest.approx(0.9 ** len(until_cut))
-        total = sum(0.9**m * step.reward[i] for m, step in enumerate(until_cut))
-        assert batch.reward[b] == pytest.approx(total, rel=1e-5)
-    assert reaching > 1
-
-
 def test_a_buffer_that_does_not_divide_is_rounded_up():
     """So that it holds at least what was asked for, and at least one window."""
     for size, num_envs, n_step, rows in ((10, 3, 1, 4), (9, 3, 1, 3), (10, 8, 3, 4)):
@@ -800,3 +634,11 @@ def test_an_image_probe_is_learned():
     assert stored.observation.dtype == jnp.uint8
     assert stored.observation.shape == (125, 8, 4, 36, 36)
     np.testing.assert_allclose(q, [[1.0, -1.0], [-1.0, 1.0]], atol=0.1)
+
+
+def test_learning_starts_of_0_is_the_batch_size():
+    """So the first gradient step is in the iteration of 10 steps that reaches beyond 40 steps."""
+    args = dqn_jax.Args(total_timesteps=100, learning_starts=0, batch_size=40, buffer_size=100)
+    run = dqn_jax.Run(env_id="Counter-v0", eval_episodes=0)
+    state, _, _ = dqn_jax.train(args, run)
+    assert int(state.num_updates) == 6

@@ -58,11 +58,6 @@ gym.register("Counting-v0", Counting, disable_env_checker=True)
 gym.register("CountingInJax-v0", make_counting, max_episode_steps=STEPS, disable_env_checker=True)
 
 
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def policy_params(alg, layer, output):
     """Those of an agent with this output of its last layer, whatever it observes."""
     state = jax.jit(alg.init)(jax.random.PRNGKey(0))

@@ -9,19 +9,14 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import COUNTER, SMALL_DQN, slow
 
+import checkpoints
 import dqn_jax
 import per_dqn_jax
 from vault import Vault
 
-COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
 FLAGS = dict(num_envs=2, learning_starts=50, batch_size=8, n_step=3, save_experience=True)
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def vault_of(module, args, folder):
@@ -178,3 +173,34 @@ def test_iterations_that_do_not_divide_the_log_interval_lose_no_steps():
         dqn_jax.train(args, run)
     _, _, folder = dqn_jax.train(replace(args, buffer_size=170), run)
     assert len(vault_of(dqn_jax, args, folder)) == 100
+
+
+@pytest.mark.parametrize("log_interval", [slow(20), slow(90), 99])
+def test_experience_has_no_seam_where_a_run_was_resumed(log_interval, monkeypatch):
+    args = dqn_jax.Args(**SMALL_DQN | {"total_timesteps": 400}, save_experience=True)
+    args = replace(args, train_frequency=1)
+    run = dqn_jax.Run(**COUNTER | {"log_interval": log_interval})
+    stop = []
+    collect = dqn_jax.collect_rollout
+
+    def collect_until_the_cut(*given):
+        rollout, *others = collect(*given)
+        if rollout.observation[0, 0, 0] == 44 and rollout.observation[0, 0, 1] == 1:
+            stop.append(2)
+        return rollout, *others
+
+    monkeypatch.setattr(dqn_jax, "collect_rollout", collect_until_the_cut)
+    _, _, folder = dqn_jax.train(args, run, stop)
+    monkeypatch.setattr(dqn_jax, "collect_rollout", collect)
+    cut = checkpoints.Checkpoints(folder).latest_step()
+    assert 100 < cut < 300
+    alg, _ = dqn_jax.make_algorithm(args, run)
+    dqn_jax.train(args, replace(run, resume=str(folder)))
+    rows = Vault(folder / "experience", alg.stored_step, 1, create=False).read(0, 400)
+    episode, step, _ = rows.observation[:, 0].T
+    goes_on = rows.valid[:-1, 0] & ~rows.terminated[:-1, 0] & ~rows.truncated[:-1, 0]
+    ends = rows.terminated[:-1, 0] | rows.truncated[:-1, 0]
+    assert not goes_on[cut - 1]
+    np.testing.assert_array_equal(episode[1:][goes_on], episode[:-1][goes_on])
+    np.testing.assert_array_equal(step[1:][goes_on], step[:-1][goes_on] + 1)
+    assert not rows.valid[1:, 0][ends].any()

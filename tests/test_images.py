@@ -1,13 +1,23 @@
 """images.py: which observations go through convolutions, and what these compute."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import environments
 import flax.linen as nn
 import gymnasium as gym
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from environments import Probe
+from conftest import SMALL_DQN, one_line, slow
+from environments import Counter, Probe
+from events import ROOT, read_events
 
 import dqn_jax
+import images
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
@@ -21,71 +31,125 @@ SMALL = {  # shapes of observations, and what they are with the channels last
     (35, 84, 3): (35, 84, 3),
     (2, 3, 7, 8): (7, 8, 6),  # a stack of 2
 }
-TOO_SMALL = [(128,), (8, 8), (35, 40), (4, 5, 3), (64, 2, 64), (4, 36, 40, 3, 1)]
+LARGE = {
+    (36, 36): (36, 36, 1),
+    (84, 84): (84, 84, 1),
+    (36, 40, 3): (36, 40, 3),
+    (40, 36, 12): (40, 36, 12),
+    (4, 36, 40): (36, 40, 4),
+    (1, 84, 84): (84, 84, 1),
+    (2, 3, 36, 40): (36, 40, 6),
+    (4, 84, 84, 1): (84, 84, 4),
+}
+NO_IMAGES = [(128,), (8, 8), (35, 40), (4, 5, 3), (64, 2, 64), (40, 3, 50), (4, 36, 40, 3, 1)]
 
 
-def kernels(params):
-    """Shapes of the kernels of a QNetwork of images."""
-    layers = params["params"]
-    return {name: layer["kernel"].shape for name, layer in layers.items()}
-
-
-def params_of(network, shape, dtype):
+def kernels(shape, dtype):
+    """Shapes of the kernels of a QNetwork of two actions."""
     x = jax.ShapeDtypeStruct((2, *shape), dtype)
-    return jax.eval_shape(network.init, jax.random.PRNGKey(0), x)
+    params = jax.eval_shape(dqn_jax.QNetwork(2).init, jax.random.PRNGKey(0), x)
+    return {name: layer["kernel"].shape for name, layer in params["params"].items()}
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, bool])
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_small_images_go_through_one_convolution(shape, dtype):
     height, width, channels = SMALL[shape]
-    assert kernels(params_of(dqn_jax.QNetwork(2), shape, dtype)) == {
+    assert kernels(shape, dtype) == {
         "Conv_0": (3, 3, channels, 16),
         "Dense_0": (128, 2),
         "Dense_1": ((height - 2) * (width - 2) * 16, 128),
     }
 
 
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_images_of_36x36_and_more_go_through_three_convolutions(shape):
+    height, width, channels = LARGE[shape]
+    rows = (height // 4 - 1) // 2 - 3
+    columns = (width // 4 - 1) // 2 - 3
+    assert kernels(shape, np.uint8) == {
+        "Conv_0": (8, 8, channels, 32),
+        "Conv_1": (4, 4, 32, 64),
+        "Conv_2": (3, 3, 64, 64),
+        "Dense_0": (512, 2),
+        "Dense_1": (rows * columns * 64, 512),
+    }
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, bool])
-@pytest.mark.parametrize("shape", TOO_SMALL, ids=str)
+@pytest.mark.parametrize("shape", NO_IMAGES, ids=str)
 def test_what_is_too_small_or_has_no_channels_is_flattened(shape, dtype):
     size = int(np.prod(shape))
-    layers = kernels(params_of(dqn_jax.QNetwork(2), shape, dtype))
-    assert list(layers.values()) == [(size, 120), (120, 84), (84, 2)]
+    assert list(kernels(shape, dtype).values()) == [(size, 120), (120, 84), (84, 2)]
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_small_images_of_floats_are_flattened(shape):
-    layers = kernels(params_of(dqn_jax.QNetwork(2), shape, np.float32))
-    assert layers["Dense_0"] == (int(np.prod(shape)), 120)
+@pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=str)
+def test_images_of_floats_are_flattened(shape):
+    assert kernels(shape, np.float32)["Dense_0"] == (int(np.prod(shape)), 120)
 
 
-class FlaxMinAtarNetwork(nn.Module):
-    """The network of Young and Tian 2019 as anyone would write it."""
+class FlaxNetwork(nn.Module):
+    """Those of Mnih et al. 2015, and of Young and Tian 2019, as anyone would write them."""
+
+    is_large: bool
 
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Conv(16, (3, 3), padding="VALID")(x))
-        x = nn.relu(nn.Dense(128, name="Dense_1")(x.reshape(len(x), -1)))
+        layers = ((32, 8, 4), (64, 4, 2), (64, 3, 1)) if self.is_large else ((16, 3, 1),)
+        for channels, size, stride in layers:
+            x = nn.relu(nn.Conv(channels, (size, size), (stride, stride), "VALID")(x))
+        width = 512 if self.is_large else 128
+        x = nn.relu(nn.Dense(width, name="Dense_1")(x.reshape(len(x), -1)))
         return nn.Dense(3, name="Dense_0")(x)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, bool])
-def test_small_images_are_not_divided_by_255(dtype):
-    x = np.random.default_rng(0).integers(2, size=(4, 10, 10, 6)).astype(dtype)
+def random_params(network, x):
+    """Weights of a network for x, of a size at which its values stay moderate."""
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(network.init, jax.random.PRNGKey(0), x)
+    return jax.tree.map(
+        lambda leaf: np.float32(rng.normal(size=leaf.shape) / np.prod(leaf.shape[:-1]) ** 0.5),
+        shapes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "scale"),
+    [
+        slow((44, 40, 4), np.uint8, 255),
+        ((43, 50, 3), np.uint8, 255),  # the stride does not divide it
+        ((36, 40, 2), bool, 1),
+        ((10, 10, 6), np.uint8, 1),
+        ((10, 10, 6), bool, 1),
+    ],
+)
+def test_values_are_those_of_flax(shape, dtype, scale):
+    """Only large images of uint8 are divided by 255."""
+    x = np.random.default_rng(0).integers(256, size=(2, *shape)).astype(dtype)
     network = dqn_jax.QNetwork(3)
-    params = network.init(jax.random.PRNGKey(0), x)
-    wanted = FlaxMinAtarNetwork().apply(params, x.astype(np.float32))
+    params = random_params(network, x)
+    out = jax.jit(network.apply)(params, x)
+    flax_network = FlaxNetwork(is_large=min(shape[:2]) >= 36)
+    wanted = jax.jit(flax_network.apply)(params, x.astype(np.float32) / scale)
     assert np.abs(wanted).max() > 0.1
-    np.testing.assert_allclose(network.apply(params, x), wanted, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_large_images_of_flags_are_not_divided_by_255():
-    x = np.random.default_rng(0).integers(2, size=(4, 36, 40, 2)).astype(bool)
-    network = dqn_jax.QNetwork(3)
-    params = network.init(jax.random.PRNGKey(0), x)
-    wanted = network.apply(params, 255 * x.astype(np.uint8))
-    np.testing.assert_allclose(network.apply(params, x), wanted, rtol=0, atol=1e-5)
+def test_first_weights_of_convolutions_are_those_of_flax():
+    x = np.zeros((1, 44, 40, 4), np.uint8)
+    ours = dqn_jax.QNetwork(3).init(jax.random.PRNGKey(0), x)
+    wanted = FlaxNetwork(is_large=True).init(jax.random.PRNGKey(0), x.astype(np.float32))
+    jax.tree.map(np.testing.assert_array_equal, ours, wanted)
+
+
+def test_the_frames_of_a_stack_become_channels():
+    x = np.random.default_rng(0).integers(256, size=(2, 4, 36, 40), dtype=np.uint8)
+    last = np.moveaxis(x, 1, -1)
+    np.testing.assert_array_equal(images.channels_last(jnp.asarray(x)), last)
+    network = dqn_jax.QNetwork(2)
+    params = random_params(network, x)
+    apply = jax.jit(network.apply)
+    np.testing.assert_array_equal(apply(params, x), apply(params, last))
 
 
 @pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax])
@@ -129,3 +193,89 @@ def test_a_small_image_of_bools_is_learned_from():
     q_values = dqn_jax.QNetwork(2).apply(state.params, images_of_both)
     assert state.replay.storage.observation.dtype == bool
     np.testing.assert_allclose(q_values, [[1, -1], [-1, 1]], atol=0.1)
+
+
+class Undrawn(Counter):
+    """It says that it can be drawn, and cannot: at all, or once an episode has begun."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012  (Gymnasium's)
+
+    def __init__(self, render_mode=None, at_first=False):
+        super().__init__()
+        self.render_mode = render_mode
+        self.at_first = at_first
+
+    def render(self):
+        if self.at_first and self.step_count == 0:
+            return np.zeros((16, 16, 3), np.uint8)
+        raise RuntimeError("no OpenGL context")
+
+
+gym.register("Undrawn-v0", Undrawn, disable_env_checker=True)
+
+
+class Drawn(Undrawn):
+    def render(self):
+        return np.zeros((16, 16, 3), np.uint8)
+
+
+gym.register("DrawnElsewhere-v0", Drawn, vector_entry_point=environments.preprocessed)
+
+
+def test_a_video_of_other_observations_is_an_error_before_a_folder_is_made(run_main):
+    """Like Atari, whose vector version preprocesses what the single one shows."""
+    pytest.importorskip("moviepy")
+    result = run_main(dqn_jax, "--env-id", "DrawnElsewhere-v0", "--capture-video")
+    assert "capture_video: cannot record a video: it observes Box(" in one_line(result)
+    assert not Path("runs").exists()
+
+
+def test_a_video_that_cannot_be_drawn_is_an_error_before_a_folder_is_made(run_main):
+    """Like MuJoCo without a screen."""
+    pytest.importorskip("moviepy")
+    result = run_main(dqn_jax, "--env-id", "Undrawn-v0", "--capture-video")
+    line = one_line(result)
+    assert "capture_video: cannot record a video: no OpenGL context" in line
+    assert "MUJOCO_GL=egl" in line
+    assert not Path("runs").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*Ignored saving a video")
+def test_a_video_that_fails_loses_nothing():
+    """What was learned and logged is kept."""
+    pytest.importorskip("moviepy")
+    args = dqn_jax.Args(**SMALL_DQN)
+    env = dict(env_id="Undrawn-v0", env_kwargs='{"at_first": true}')
+    run = dqn_jax.Run(**env, log_interval=100, capture_video=True)
+    with pytest.raises(RuntimeError, match="no OpenGL context"):
+        dqn_jax.train(args, run)
+    (folder,) = Path("runs").iterdir()
+    assert [x.name for x in (folder / "checkpoints").iterdir()] == ["200"]
+    scalars, _ = read_events(folder)
+    assert scalars["losses/td_loss"][-1][0] == 200
+
+
+@pytest.mark.slow
+def test_images_are_trained_from_with_their_module_alone(tmp_path):
+    """A script, buffers.py and images.py in an empty folder."""
+    for file in ("dqn_jax.py", "buffers.py", "images.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    shutil.copy(ROOT / "tests" / "environments.py", tmp_path)
+    flags = "--env-id environments:ProbeImage-v0 --total-timesteps 100 --learning-starts 50"
+    flags += " --batch-size 4 --buffer-size 50 --eval-episodes 0 --log-interval 50"
+    done = subprocess.run(
+        [sys.executable, "dqn_jax.py", *flags.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_stacks_are_among_the_observations_of_their_space():
+    envs = images.FrameStack(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"), 3)
+    observation, _ = envs.reset(seed=0)
+    assert envs.single_observation_space.shape == (3, 4)
+    assert envs.observation_space.shape == observation.shape == (2, 3, 4)
+    assert envs.observation_space.contains(observation)

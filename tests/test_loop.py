@@ -2,6 +2,7 @@
 whole run against a plain loop, log entries, wrappers, the sketch of the loop, JAX's settings.
 """
 
+import gc
 import inspect
 import os
 import re
@@ -18,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import COUNTER, SMALL_DQN, SMALL_PPO, slow
+from environments import Counter
 from events import read_events
 from test_dqn import linear, random_rollout
 
@@ -28,13 +30,7 @@ import per_dqn_jax
 import ppo_jax
 import r2d2_jax
 import sac_jax
-from dqn_jax import Args, Run, Step, UsageError, train
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+from dqn_jax import Args, Run, Step, train
 
 SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax)
 
@@ -81,46 +77,6 @@ def test_the_environment_is_the_same_at_any_number_of_them(
             _, rewards, *_ = envs.step(envs.action_space.sample())
             np.testing.assert_array_equal(rewards, [reward] * n)
         envs.close()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (Run(env_id="CounterSameStep-v0"), "autoreset_mode must be NEXT_STEP"),
-        (Run(env_id="CartPole-v9"), "--env-id CartPole-v9: .* `v1`"),
-        (Run(env_id="no_such_module:X-v0"), "no_such_module"),
-        (Run(env_id="Counter-v0", env_kwargs='{"no": 1}'), "'no'"),
-        (Run(env_id="Counter-v0", env_kwargs='{"no'), "env-kwargs"),
-        (Run(env_id="TakesKwargs-v0", env_kwargs='{"scale": 3}'), "'scale'"),  # the native one
-        (Run(env_id="Pendulum-v1"), "Discrete"),
-        (Run(num_seeds=2), "num_seeds"),
-        (Run(num_devices=2), "num_devices"),
-        (Run(distributed="auto"), "distributed"),
-        (Run(log_interval=-1), "log_interval must be from 1 to .*, not -1"),
-        (Run(log_interval=2**31), "log_interval must be from 1 to 2\\*\\*31 - 1"),
-        (Run(eval_interval=0), "eval_interval"),
-        (Run(eval_episodes=-1), "eval_episodes"),
-        (Run(checkpoint_interval=-1), "checkpoint_interval"),
-        (Run(seed=-1), "seed"),
-        (Args(learning_starts=100), "learning_starts must be from batch_size"),
-        (Args(total_timesteps=10_000), "learning_starts must be .* total_timesteps - 1"),
-        (Args(num_envs=0), "num_envs"),
-        (Args(train_frequency=0), "train_frequency"),
-        (Args(n_step=0), "n_step"),
-        (Args(frame_stack=0), "frame_stack"),
-        (
-            # 97,000 steps an iteration
-            Args(num_envs=97, train_frequency=1_000, total_timesteps=1_500, learning_starts=128),
-            "total_timesteps must be 97000 or more",
-        ),
-    ],
-)
-def test_mistakes_in_flags_are_found_before_training(flags, message, tmp_path):
-    args = flags if isinstance(flags, Args) else Args()
-    run = flags if isinstance(flags, Run) else Run()
-    with pytest.raises(UsageError, match=message):
-        train(args, run)
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(("log_interval", "is_longer"), [(399, True), (400, False)])
@@ -652,3 +608,41 @@ def test_a_setting_of_jax_ends_no_compiled_run(module, setting):
     finally:
         jax.config.update(setting, False)
     assert_learned(folder)
+
+
+@pytest.mark.slow
+def test_programs_and_arrays_of_a_run_go_when_it_is_over():
+    def count():
+        gc.collect()
+        (client,) = {device.client for device in jax.devices()}
+        return len(client.live_executables()), len(jax.live_arrays())
+
+    counts = []
+    for seed in range(3):
+        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER, seed=seed))
+        ppo_jax.train(ppo_jax.Args(**SMALL_PPO), ppo_jax.Run(**COUNTER, seed=seed))
+        counts.append(count())
+    assert counts[2] <= counts[1]
+
+
+def test_each_run_evaluation_and_resume_has_environments_of_its_own():
+    seeds = []
+
+    class Seeds(Counter):
+        def reset(self, *, seed=None, options=None):
+            if seed is not None:
+                seeds.append(seed)
+            return super().reset(seed=seed, options=options)
+
+    gym.register("Seeds-v0", Seeds)
+    try:
+        for seed in (1, 2, 3):
+            args = dqn_jax.Args(**SMALL_DQN | dict(num_envs=2))
+            run = dqn_jax.Run(env_id="Seeds-v0", seed=seed, log_interval=100, eval_episodes=3)
+            _, _, folder = dqn_jax.train(args, run)
+            longer = dqn_jax.Args(**SMALL_DQN | dict(num_envs=2, total_timesteps=300))
+            run = dqn_jax.Run(**vars(run) | dict(resume=str(folder), eval_episodes=0))
+            dqn_jax.train(longer, run)
+    finally:
+        del gym.registry["Seeds-v0"]
+    assert len(seeds) == len(set(seeds)) == 3 * (2 + 3 + 2)

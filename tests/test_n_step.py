@@ -46,3 +46,22 @@ def test_the_next_observation_of_a_window_is_that_of_the_step_after():
     _, discount, steps = buffers.n_step_return(reward, never, truncated, 0.5)
     assert observation[jnp.arange(3), steps].tolist() == [3, 1, 2]
     assert discount.tolist() == [0.125, 0.5, 0.25]
+
+
+def test_flags_of_a_return_may_be_floats():
+    reward = jnp.ones((2, 3))
+    terminated = np.float32([[0, 1, 0], [0, 0, 0]])
+    truncated = np.float64([[0, 0, 0], [1, 0, 0]])
+    as_floats = buffers.n_step_return(reward, terminated, truncated, 0.5)
+    as_bools = buffers.n_step_return(reward, terminated > 0, truncated > 0, 0.5)
+    for one, other in zip(as_floats, as_bools, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert as_floats[2].tolist() == [2, 1]
+
+
+def test_a_return_of_one_window_without_an_axis_is_an_error():
+    flags = jnp.zeros(5, bool)
+    with pytest.raises(ValueError, match=r"must be \[B, n\], got .*\(5,\).* give \[None\]"):
+        buffers.n_step_return(jnp.ones(5), flags, flags, 0.9)
+    with pytest.raises(ValueError, match=r"must be \[B, n\], got"):
+        buffers.n_step_return(jnp.ones((2, 5)), flags[None], flags[None], 0.9)

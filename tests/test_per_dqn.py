@@ -26,12 +26,6 @@ from test_dqn import (
 import per_dqn_jax
 from per_dqn_jax import Args, Run, Step, train
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 WEIGHTS = np.array([0.5, 1.0, 0.25])  # of the three windows by hand; the fourth one only resets
 
 

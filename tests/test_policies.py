@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import SMALL_DQN, SMALL_PPO, slow
 
 import checkpoints
 import compiled
@@ -20,8 +20,6 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 
-SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
-SMALL_PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=1, update_epochs=1)
 SCRIPTS = {
     "dqn": (dqn_jax, SMALL_DQN),
     "per_dqn": (per_dqn_jax, SMALL_DQN),
@@ -30,11 +28,6 @@ SCRIPTS = {
 COUNTER = dict(env_id="environments:Counter-v0", log_interval=20)
 CHAIN = dict(env_id="environments:Chain-v0", log_interval=64, eval_episodes=2)
 OBSERVATIONS = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def agents_of(run):

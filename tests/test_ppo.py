@@ -24,11 +24,6 @@ import ppo_jax
 from ppo_jax import PPO, Args, Batch, Run, RunningMeanStd, Step, UsageError, train
 
 
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 class BoxProbe(gym.Env):
     """One thing to learn with actions that must come as numbers from 300 to 500.
 

@@ -22,11 +22,6 @@ import sac_jax
 from sac_jax import SAC, Args, Run, Step, train
 
 
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def box(*bounds):
     """The space of actions with the bounds (low, high) of each axis."""
     low, high = np.float32(bounds).T

@@ -154,9 +154,8 @@ def test_copied_with_buffers_alone_it_runs_and_its_events_can_be_read(name, tmp_
 
 
 @pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax), slow(ppo_jax)])
-def test_the_figure_at_the_end_is_the_mean_of_the_last_100_episodes(module, tmp_path, monkeypatch):
+def test_the_figure_at_the_end_is_the_mean_of_the_last_100_episodes(module):
     """Episodes of Counter have returns 3, 6, 10, 15 in turns, and last 18 steps with the resets."""
-    monkeypatch.chdir(tmp_path)
     flags = dict(learning_starts=499, batch_size=1)
     if module is ppo_jax:
         flags = dict(num_envs=1, num_steps=100, num_minibatches=1, update_epochs=1)
@@ -171,9 +170,8 @@ def test_the_figure_at_the_end_is_the_mean_of_the_last_100_episodes(module, tmp_
 
 
 @pytest.mark.parametrize("name", ["dqn_jax", slow("ppo_jax")])
-def test_atari_is_learned_from(name, tmp_path, monkeypatch):
+def test_atari_is_learned_from(name):
     pytest.importorskip("ale_py")
-    monkeypatch.chdir(tmp_path)
     module = SCRIPTS[name]
     kwargs = json.dumps({"max_num_frames_per_episode": 200, "reward_clipping": False})
     run = module.Run(

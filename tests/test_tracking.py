@@ -63,8 +63,7 @@ def frames(path):
     ],
     ids=["ordinary", "compiled"],
 )
-def test_each_evaluation_is_recorded(module, flags, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_each_evaluation_is_recorded(module, flags, monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     env_id = "CartPole-v1" if module is dqn_jax else "phys2d/CartPole-v1"
     run = module.Run(
@@ -154,9 +153,8 @@ def test_weights_and_biases_follows_the_events(tmp_path):
     assert len(list((tmp_path / "wandb").glob("offline-run-*/files/media/videos/*.mp4"))) == 2
 
 
-def test_a_missing_library_is_an_import_error(tmp_path, monkeypatch):
+def test_a_missing_library_is_an_import_error(monkeypatch):
     """`main` makes one line of it."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)
     args = ppo_jax.Args(total_timesteps=512)
     with pytest.raises(ImportError, match="wandb"):

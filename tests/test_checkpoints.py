@@ -17,16 +17,143 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from conftest import COUNTER, SMALL_DQN, one_line, slow
+from environments import Chain
 from events import ROOT, read_events
+from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 
 import checkpoints
+import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import sac_jax
 import usage
 from dqn_jax import UsageError
+
+
+def test_fewer_steps_than_were_made_change_nothing(run_main):
+    args = dqn_jax.Args(**SMALL_DQN)
+    _, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
+    before = (folder / "args.json").read_text()
+    line = one_line(run_main(dqn_jax, "--resume", str(folder), "--total-timesteps", "150"))
+    assert line == "error: resume: 200 steps were made, more than 150"
+    assert (folder / "args.json").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_complete_run_of_whole_iterations_is_resumed_with_the_steps_that_were_asked_for():
+    """100 steps are two iterations of 64, so that 128 were made."""
+    args = ppo_jax.Args(total_timesteps=100, num_steps=16, num_minibatches=1, update_epochs=1)
+    run = dict(env_id="environments:Counter-v0", eval_episodes=0)
+    _, returns, folder = ppo_jax.train(args, ppo_jax.Run(**run))
+    _, again, _ = ppo_jax.train(args, ppo_jax.Run(resume=str(folder), **run))
+    np.testing.assert_array_equal(again, returns)
+
+
+def test_the_second_ctrl_c_ends_the_process(tmp_path):
+    """Where the first waits for an environment that hangs."""
+    code = """
+import gymnasium as gym, time, environments
+class Hanging(environments.Counter):
+    def step(self, action):
+        print("hangs", flush=True)
+        time.sleep(1000)
+gym.register("Hanging-v0", Hanging)
+import dqn_jax
+dqn_jax.main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--env-id", "Hanging-v0"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().endswith(": 1 x Hanging-v0, cpu\n")
+    assert process.stdout.readline() == "hangs\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+
+
+class Diverging(Chain):
+    def reward(self, state, action, next_state, rng, params=None):
+        return jnp.float32(jnp.nan)
+
+
+def make_diverging(**kwargs):
+    return FunctionalJaxEnv(Diverging(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("Diverging-v0", make_diverging, max_episode_steps=9, disable_env_checker=True)
+
+
+def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_main):
+    """Rewards are NaN: the first gradient step is in the log interval that ends at step 60."""
+    flags = "--env-id Diverging-v0 --learning-starts 50 --batch-size 8 --buffer-size 100"
+    more = "--num-seeds 2 --log-interval 20 --checkpoint-interval 20 --eval-interval 20"
+    code, _, err = run_main(dqn_jax, *flags.split(), *more.split())
+    (folder,) = Path("runs").absolute().iterdir()
+    said = f"{folder}: diverged, parameters are not finite"
+    assert err == f"error: {said}\n"
+    assert code == 1
+
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "40"]
+    run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    alg, _ = dqn_jax.make_algorithm(args, run)
+    saver = checkpoints.Checkpoints(folder)
+    training = saver.restore(compiled.Trainer(alg, run).init())
+    assert saver.begin == 40
+    for leaf in jax.tree.leaves(training.agent.params):
+        assert np.isfinite(leaf).all()
+    assert not any((folder / "best").iterdir())  # a score that is NaN is that of no best agent
+
+
+def folder_with_flags():
+    """That of a run of DQN on CartPole in which nothing was saved."""
+    folder = Path("run").absolute()
+    folder.mkdir()
+    flags = {"run": vars(dqn_jax.Run()), "args": vars(dqn_jax.Args())}
+    (folder / "args.json").write_text(json.dumps(flags))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--env-id", "Acrobot-v1", "env_id must stay"),
+        ("--env-kwargs", '{"sutton_barto_reward": true}', "env_kwargs must stay"),
+        ("--seed", "2", "seed must stay 1, not become 2"),
+        ("--num-seeds", "2", "num_seeds"),
+        ("--gamma", "0.5", "gamma must stay 0.99, not become 0.5"),
+        ("--buffer-size", "200", "buffer_size must stay 10000, not become 200"),
+    ],
+)
+def test_what_is_part_of_the_training_stays_at_a_resume(flag, value, words, run_main):
+    folder = folder_with_flags()
+    before = Path(folder, "args.json").read_text()
+    assert words in one_line(run_main(dqn_jax, "--resume", folder, flag, value))
+    assert Path(folder, "args.json").read_text() == before
+
+
+def test_a_resumed_run_keeps_its_priorities():
+    """Cutting its episodes off changes none."""
+    args = per_dqn_jax.Args(**SMALL_DQN)
+    run = per_dqn_jax.Run(**COUNTER)
+    before, _, folder = per_dqn_jax.train(args, run)
+    alg, _ = per_dqn_jax.make_algorithm(args, run)
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    after = alg.on_resume(checkpoints.Checkpoints(folder).restore(state))
+    assert len(np.unique(np.concatenate(jax.tree.leaves(before.replay.tree), axis=None))) > 10
+    jax.tree.map(np.testing.assert_array_equal, after.replay.tree, before.replay.tree)
+    assert after.replay.max_priority == before.replay.max_priority
+    assert after.replay.size == before.replay.size == 100
+
 
 DQN_FLAGS = dict(learning_starts=100, batch_size=8, buffer_size=200, n_step=2)
 COMPILED = [
@@ -62,12 +189,8 @@ def run_folder(parent):
     return folder
 
 
-# --- a run that goes on
-
-
 @pytest.mark.parametrize(("module", "flags"), COMPILED, ids=["dqn", "per_dqn", "ppo"])
-def test_a_compiled_run_goes_on_bit_for_bit(module, flags, tmp_path, monkeypatch, stop_at):
-    monkeypatch.chdir(tmp_path)
+def test_a_compiled_run_goes_on_bit_for_bit(module, flags, stop_at):
     run = dict(env_id="environments:Chain-v0", num_seeds=2, log_interval=80, eval_episodes=2)
     # The schedules depend on total_timesteps, so both halves have that of the whole.
     args = module.Args(total_timesteps=640, num_envs=4, **flags)
@@ -110,8 +233,7 @@ def test_a_resumed_run_has_the_layers_of_the_run(module, flags, run_main, tmp_pa
     assert args.hidden_sizes == (7, 5)
 
 
-def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path):
     flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=400, n_step=3)
     run = dict(env_id="environments:Counter-v0", log_interval=20, checkpoint_interval=100)
     args = dqn_jax.Args(total_timesteps=200, **flags)
@@ -137,9 +259,8 @@ def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path, monkeypa
     assert saved["args"]["total_timesteps"] == 300
 
 
-def test_what_is_saved_is_what_train_returns(tmp_path, monkeypatch):
+def test_what_is_saved_is_what_train_returns():
     """A thread is learning while the next rollout is collected: it is waited for."""
-    monkeypatch.chdir(tmp_path)
     flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=400, n_step=3)
     args = dqn_jax.Args(total_timesteps=200, **flags)
     run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=0)
@@ -152,66 +273,6 @@ def test_what_is_saved_is_what_train_returns(tmp_path, monkeypatch):
     assert int(saved.replay.size) == 100  # rows of two environments
     # Two environments end episodes of 2, 3, 4 and 5 steps, and as many rewards of 1, 2, ...
     assert recent[:8] == [3.0, 3.0, 6.0, 6.0, 10.0, 10.0, 15.0, 15.0]
-
-
-def cut_after_ten_rows(ends):
-    """DQN of 3 steps with ten rows of an environment, cut off: its algorithm, the rows, the state.
-
-    `ends` says where the last episode ends by itself.
-    """
-    args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, n_step=3)
-    space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-    alg = dqn_jax.Algorithm(args, space, gym.spaces.Discrete(3))
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    steps = jax.tree.map(lambda x: np.zeros((10, 1, *x.shape), x.dtype), alg.example_step)
-    steps = steps._replace(
-        valid=np.ones((10, 1), bool),
-        observation=np.arange(30, dtype=np.float32).reshape(10, 1, 3),
-    )
-    if ends == "in the last row":
-        steps.terminated[9] = True
-    if ends == "in the row before":
-        steps.terminated[8] = True
-        steps.valid[9] = False
-    state = state._replace(replay=alg.replay.add_batch(state.replay, steps))
-    return alg, steps, alg.on_resume(state)
-
-
-ENDS = ["in no row", "in the last row", "in the row before"]
-
-
-@pytest.mark.parametrize("ends", ENDS)
-def test_the_row_before_the_last_one_is_truncated_and_the_last_one_only_resets(ends):
-    """The row that is truncated is one whose episode went on."""
-    _, steps, cut = cut_after_ten_rows(ends)
-    storage = jax.tree.map(lambda x: np.asarray(x)[:12, 0], cut.replay.storage)
-    valid = [True] * 9 + [False] * 3
-    truncated = [False] * 12
-    truncated[8] = ends != "in the row before"
-    np.testing.assert_array_equal(storage.valid, valid)
-    np.testing.assert_array_equal(storage.truncated, truncated)
-    np.testing.assert_array_equal(storage.terminated[:9], steps.terminated[:9, 0])
-    np.testing.assert_array_equal(storage.observation[:10], steps.observation[:, 0])
-
-
-@pytest.mark.parametrize("ends", ENDS)
-def test_no_window_goes_on_past_the_cut(ends):
-    """The environments start anew after it; no window starts at the row that only resets."""
-    alg, steps, cut = cut_after_ten_rows(ends)
-    rows_after = steps._replace(observation=steps.observation + 1_000)
-    replay = alg.replay.add_batch(cut.replay, rows_after)
-    batch = alg.to_transitions(alg.replay.get(replay, np.arange(10)))
-
-    np.testing.assert_array_equal(batch.valid, [True] * 9 + [False])
-    assert batch.next_observation[:9].max() < 1_000
-    # A window has three steps, or as many as there are before the last row.
-    lengths = np.minimum(3, 9 - np.arange(9))
-    last = steps.observation[np.arange(9) + lengths, 0]
-    np.testing.assert_array_equal(batch.next_observation[:9], last)
-    discount = alg.args.gamma**lengths
-    if ends == "in the row before":
-        discount[6:] = 0.0  # these windows reach the end of the episode
-    np.testing.assert_allclose(batch.discount[:9], discount, rtol=1e-6)
 
 
 def last_line(out):
@@ -249,8 +310,7 @@ def test_a_complete_run_is_evaluated_once_more_and_reports_the_same(run_main):
     assert json.loads(Path(folder, "args.json").read_text()) == flags
 
 
-def test_a_complete_compiled_run_reports_the_same_returns_of_each_agent(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_complete_compiled_run_reports_the_same_returns_of_each_agent():
     args = per_dqn_jax.Args(total_timesteps=640, num_envs=4, **DQN_FLAGS)
     run = dict(env_id="environments:Chain-v0", num_seeds=2, log_interval=80, eval_episodes=2)
     state, returns, folder = per_dqn_jax.train(args, per_dqn_jax.Run(**run))
@@ -287,9 +347,6 @@ def test_a_resume_takes_the_flags_of_the_folder_and_more_steps(run_main):
     _, table = read_events(folder)
     assert "|gamma|0.5|" in table
     assert f"|resume|{folder}|" in table
-
-
-# --- a run that is stopped
 
 
 def start(folder, *flags):
@@ -349,12 +406,11 @@ def test_a_signal_keeps_a_checkpoint_of_the_last_iteration(number, run_main, mon
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_in_training_from_python_saves_and_returns(number, tmp_path, monkeypatch):
+def test_a_signal_in_training_from_python_saves_and_returns(number, monkeypatch):
     """As an interrupt in a notebook; afterwards signals do what they did before."""
-    monkeypatch.chdir(tmp_path)
     before = [signal.getsignal(x) for x in SIGNALS]
     at_step(55 - RESETS, lambda: signal.raise_signal(number), monkeypatch)
-    args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
+    args = dqn_jax.Args(**SMALL_DQN)
     run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=2)
     _, _, folder = dqn_jax.train(args, run)
     assert checkpoint_steps(folder) == [50]
@@ -371,7 +427,7 @@ def kill(process):
     assert process.returncode == -signal.SIGKILL, err
 
 
-def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path, monkeypatch):
+def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path):
     process = start(tmp_path, "--total-timesteps", "20000", "--checkpoint-interval", "100", *SMALL)
     time.sleep(0.5)
     kill(process)
@@ -380,7 +436,6 @@ def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path, monkeypatch)
     newest = checkpoint_steps(folder)[-1]
     assert newest % 100 == 0
     assert last - newest <= 200  # and one of them may have been half written
-    monkeypatch.chdir(tmp_path)
     resume_to(folder, newest + 40)
     assert logged_steps(folder) == list(range(20, newest + 41, 20))
 
@@ -419,11 +474,7 @@ def test_killed_while_it_saves_a_run_goes_on_and_all_can_be_read(tmp_path):
         assert checkpoints.load_policy(folder, dqn_jax)(np.zeros((3, 4), np.float32)).shape == (3,)
 
 
-# --- a run that fails
-
-
-def test_a_failing_environment_is_named_and_keeps_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_failing_environment_is_named_and_keeps_a_checkpoint(tmp_path):
     flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=100)
     args = dqn_jax.Args(total_timesteps=2_000, **flags)
     run = dqn_jax.Run(env_id="environments:Failing-v0", log_interval=20)
@@ -439,8 +490,7 @@ def test_a_failing_environment_is_named_and_keeps_a_checkpoint(tmp_path, monkeyp
 
 def test_of_a_failure_in_the_first_rollout_nothing_is_left_to_resume(tmp_path, monkeypatch):
     """Nothing was learned, and a resume says so: the run is started anew."""
-    monkeypatch.chdir(tmp_path)
-    args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
+    args = dqn_jax.Args(**SMALL_DQN)
     run = dict(env_id="environments:Counter-v0", eval_episodes=0, log_interval=20)
     with monkeypatch.context() as patched:
         patched.setattr(environments.Counter, "step", environments.Failing(fail_at=0).step)
@@ -512,14 +562,10 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(when, tmp_path, monkey
             assert checkpoint_steps(folder)[-1] == newest + 200
 
 
-# --- checkpoints that cannot be used
-
-
 @pytest.fixture
 def saved_run(tmp_path, monkeypatch):
     """The folder and the flags of a run with checkpoints at steps 100 and 200."""
-    monkeypatch.chdir(tmp_path)
-    args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
+    args = dqn_jax.Args(**SMALL_DQN)
     run = dict(eval_episodes=0, checkpoint_interval=100, log_interval=50)
     _, _, folder = dqn_jax.train(args, dqn_jax.Run(**run))
     return folder, args, dqn_jax.Run(**run, resume=str(folder))

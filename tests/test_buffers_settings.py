@@ -1,11 +1,10 @@
-"""What users asked for: buffers as values, numbers that do not fit, states that are gone."""
+"""Buffers as values of their settings; numbers that do not fit; states that were given away."""
 
 import copy
 import pickle
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_buffers import decode, encode
@@ -153,22 +152,3 @@ def test_more_items_than_a_buffer_holds_can_never_be_sampled(jit):
     assert not jit(lambda state: replay.can_sample(state, 6))(state)
     with pytest.raises(ValueError, match=r"min_size must be at most max_size = 6, .*, got 7"):
         jit(lambda state: replay.can_sample(state, 7))(state)
-
-
-def test_flags_of_a_return_may_be_floats():
-    reward = jnp.ones((2, 3))
-    terminated = np.float32([[0, 1, 0], [0, 0, 0]])
-    truncated = np.float64([[0, 0, 0], [1, 0, 0]])
-    as_floats = buffers.n_step_return(reward, terminated, truncated, 0.5)
-    as_bools = buffers.n_step_return(reward, terminated > 0, truncated > 0, 0.5)
-    for one, other in zip(as_floats, as_bools, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert as_floats[2].tolist() == [2, 1]
-
-
-def test_a_return_of_one_window_without_an_axis_is_an_error():
-    flags = jnp.zeros(5, bool)
-    with pytest.raises(ValueError, match=r"must be \[B, n\], got .*\(5,\).* give \[None\]"):
-        buffers.n_step_return(jnp.ones(5), flags, flags, 0.9)
-    with pytest.raises(ValueError, match=r"must be \[B, n\], got"):
-        buffers.n_step_return(jnp.ones((2, 5)), flags[None], flags[None], 0.9)

@@ -1,0 +1,291 @@
+"""What a run says: a mistake in one line, where it stands, and how it ends."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import environments  # noqa: F401  registers the environments
+import gymnasium as gym
+import jax
+import numpy as np
+import pytest
+from conftest import SMALL_DQN, one_line
+from environments import Counter
+from gymnasium.spaces import Box
+
+import checkpoints
+import dqn_jax
+import ppo_jax
+import usage
+
+
+class Mistaken(Counter):
+    def __init__(self):
+        {}["lenght"]
+
+
+class WithoutFile(Counter):
+    def step(self, action):
+        Path("level.xml").read_text()
+
+
+class WholeActions(Counter):
+    action_space = Box(0, 5, (2,), np.int64)
+
+
+gym.register("Mistaken-v0", Mistaken)
+gym.register("WithoutFile-v0", WithoutFile)
+gym.register("WholeActions-v0", WholeActions)
+
+
+def test_a_mistake_in_an_environment_keeps_its_traceback():
+    with pytest.raises(KeyError, match="lenght"):
+        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(env_id="Mistaken-v0"))
+
+
+def test_a_missing_file_of_an_environment_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppo_jax.py", "--env-id", "WithoutFile-v0"])
+    with pytest.raises(FileNotFoundError, match=r"level\.xml") as caught:
+        ppo_jax.main()
+    assert caught.value.__notes__[0].startswith("in WithoutFile-v0 at step 0 of /")
+
+
+def test_whole_numbers_as_continuous_actions_are_a_mistake(run_main):
+    assert "a Box [A] of floats" in one_line(run_main(ppo_jax, "--env-id", "WholeActions-v0"))
+
+
+def test_a_login_that_is_missing_is_one_line(run_main, monkeypatch):
+    class LoginError(Exception):
+        pass
+
+    def init(**_):
+        raise LoginError("use `wandb login`")
+
+    fake = types.SimpleNamespace(Error=LoginError, init=init)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert one_line(run_main(ppo_jax, "--track")) == "error: track: use `wandb login`"
+    assert not Path("runs").exists()
+
+
+class Endless(Counter):
+    def step(self, action):
+        return np.zeros(3, np.float32), 1.0, False, False, {}
+
+
+gym.register("GoesOn-v0", Endless)
+
+
+def test_before_an_episode_ends_the_return_is_nan(run_main):
+    flags = "--total-timesteps 200 --learning-starts 0 --batch-size 8 --eval-episodes 0"
+    _, out, _ = run_main(dqn_jax, *flags.split(), "--env-id", "GoesOn-v0")
+    assert out.endswith(": mean return of the last episodes nan\n")
+
+
+def test_the_last_lines_say_which_seed_has_which_return(run_main):
+    small = "--num-envs 4 --num-steps 8 --num-minibatches 1 --update-epochs 1 --total-timesteps 64"
+    more = "--env-id environments:Chain-v0 --num-seeds 3 --seed 7 --eval-episodes 0"
+    _, out, _ = run_main(ppo_jax, *small.split(), *more.split(), "--log-interval", "64")
+    *_, first, second, third, mean = out.strip().splitlines()
+    returns = []
+    for seed, line in zip((7, 8, 9), (first, second, third), strict=True):
+        start, _, number = line.rpartition(" ")
+        assert start == f"seed {seed}: mean return of the last episodes"
+        returns.append(float(number))
+    assert float(mean.rpartition(" ")[2]) == pytest.approx(np.mean(returns), abs=0.01)
+
+
+class NotFinite(Counter):
+    """After 200 steps a reward, an observation or a parameter is not finite."""
+
+    steps: list = []  # noqa: RUF012
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        self.steps.append(action)
+        is_bad = len(self.steps) > 200
+        if is_bad and self.what == "reward":
+            reward = np.nan
+        if is_bad and self.what == "no reward":
+            reward = None
+        if is_bad and self.what == "observation":
+            observation = observation + np.inf
+        if is_bad and self.what == "parameters":
+            reward = 1e38  # whose square is infinite
+        return observation, reward, *rest
+
+
+gym.register("NotFinite-v0", NotFinite, disable_env_checker=True)
+
+
+@pytest.mark.parametrize("what", ["reward", "no reward", "observation", "parameters"])
+def test_numbers_that_are_not_finite_are_named_and_leave_the_last_good_checkpoint(what, run_main):
+    NotFinite.steps.clear()
+    flags = "--learning-starts 20 --batch-size 8 --buffer-size 40 --train-frequency 2"
+    more = "--env-id NotFinite-v0 --log-interval 20 --checkpoint-interval 20 --eval-episodes 0"
+    kwargs = f'{{"what": "{what}"}}'
+    result = run_main(dqn_jax, *flags.split(), *more.split(), "--env-kwargs", kwargs)
+    line = one_line(result, code=1)
+    if what == "parameters":
+        assert "diverged, parameters are not finite" in line
+    else:
+        # 200 steps, and a row for each reset.
+        start, step = line.rsplit(" ", 1)
+        name = what.removeprefix("no ")
+        assert start == f"error: NotFinite-v0: the {name} is not finite in environment 0 at step"
+        assert 230 < int(step) < 270
+    (folder,) = Path("runs").iterdir()
+    run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    alg, _ = dqn_jax.make_algorithm(args, run)
+    saver = checkpoints.Checkpoints(folder)
+    state = saver.restore(alg.init(jax.random.PRNGKey(0)))
+    assert saver.begin >= 220
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("env_id", ["NoSuch/Thing-v0", "NoSuchThing-v0"])
+def test_an_environment_that_is_not_registered_has_a_hint_at_its_module(env_id, run_main):
+    line = one_line(run_main(dqn_jax, "--env-id", env_id))
+    assert line.startswith(f"error: --env-id {env_id}: ")
+    assert line.endswith(" --env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--env-id environments:ProbeImage-v0", "images"),
+        ("--frame-stack 2", "images"),
+        ("--capture-video", "images"),
+        ("--env-id phys2d/CartPole-v1", "compiled"),
+        ("--save-experience", "vault"),
+        ("--track", "wandb"),
+        ("--capture-video", "moviepy"),
+    ],
+)
+def test_a_module_that_is_missing_is_named_in_one_line(
+    flags, part, run_main, monkeypatch, tmp_path
+):
+    monkeypatch.setitem(sys.modules, part, None)
+    assert part in one_line(run_main(dqn_jax, *flags.split()))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Flags of dqn_jax.py, and what the line says.
+MISTAKES = [
+    ("--env-kwargs []", "--env-kwargs '[]': not a JSON object"),
+    ("--env-kwargs {x", "--env-id CartPole-v1 --env-kwargs '{x': Expecting property name"),
+    ('--env-kwargs {"wind":1}', "wind"),
+    ('--env-id environments:TakesKwargs-v0 --env-kwargs {"scale":3}', "scale"),  # the native one
+    ("--env-id CartPole-v9", "`v1`"),
+    ('--env-kwargs {"num_envs":3}', "num_envs"),
+    ("--env-id ../x:Y-v0", "../x is not the name of a module"),
+    ("--env-id no_such_module:Nothing-v0", "No module named 'no_such_module'"),
+    ("--env-id Pendulum-v1", "DQN takes Discrete actions, not Box"),
+    ("--env-id environments:CounterSameStep-v0", "NEXT_STEP"),
+    ("--env-id environments:Blind-v0", "the observations or actions of the environment have no"),
+    ("--env-id environments:VectorOnly-v0 --vectorization async", "VectorOnly-v0"),
+    ("--learning-starts 600000", "learning_starts must be from batch_size to total_timesteps - 1"),
+    ("--learning-starts 100", "learning_starts must be from batch_size to total_timesteps - 1"),
+    ("--num-envs 0", "num_envs must be from 1 to 2**31 - 1, not 0"),
+    ("--frame-stack 0", "frame_stack must be from 1 to"),
+    ("--train-frequency 0", "train_frequency must be from 1 to"),
+    ("--n-step 0", "n_step must be from 1 to"),
+    ("--log-interval=-1", "log_interval must be from 1 to"),
+    ("--eval-interval 0", "eval_interval must be from 1 to"),
+    ("--checkpoint-interval=-1", "checkpoint_interval must be from 0 to"),
+    ("--hidden-sizes 64 0", "hidden_sizes must be from 1 to"),
+    ("--eval-episodes=-1", "eval_episodes must be from 0 to"),
+    ("--seed=-1", "seed must be from 0 to"),
+    ("--total-timesteps 2147483648", "total_timesteps must be from 1 to 2**31 - 1"),
+    ("--buffer-size 536870912", "buffer_size must be from 1 to 2**29 - 1"),
+    ("--learning-rate=-1", "learning_rate must be 0 or more, not -1.0"),
+    ("--learning-rate nan", "learning_rate must be a finite number, not nan"),
+    ("--gamma 1.5", "gamma must be from 0 to 1, not 1.5"),
+    ("--start-e 2", "start_e must be from 0 to 1, not 2.0"),
+    (
+        "--num-envs 97 --train-frequency 1000 --total-timesteps 1500 --learning-starts 1000",
+        "total_timesteps must be 97000 or more: an iteration has 97000 steps",
+    ),
+    ("--save-experience --log-interval 20000", "buffer_size must be >= 20010"),
+    ("--num-devices 2", "num_devices"),
+    ("--distributed auto", "distributed"),
+    (
+        "--num-seeds 2",
+        "num_seeds, num_devices, distributed: CartPole-v1 is not written in JAX; "
+        "start a run for each seed instead, see docs/scale.md",
+    ),
+    ("--env-id environments:ChainWrapped-v0 --num-seeds 2", "num_seeds"),
+    ("--env-id environments:Chain-v0 --num-devices 64", "num_devices"),
+    ("--env-id environments:Chain-v0 --num-seeds 3 --num-devices 2", "num_devices"),
+    ("--env-id environments:Chain-v0 --num-seeds 2 --save-experience", "save_experience"),
+    ("--distributed localhost", "distributed"),
+    ("--distributed localhost:1,two,0", "distributed"),
+    ("--resume .", "resume: . is not the folder of a run"),
+    ("--env-id environments:VectorOnly-v0 --capture-video", "cannot record a video"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES)
+def test_a_mistake_is_one_line_with_exit_code_2_and_no_folder(flags, message, run_main, tmp_path):
+    assert message in one_line(run_main(dqn_jax, *flags.split()))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "run", "message"),
+    [
+        (dict(num_envs=2.0), {}, "num_envs must be of type int, not 2.0"),
+        (dict(double_q=1), {}, "double_q must be of type bool, not 1"),
+        ({}, dict(env_kwargs={"x": 1}), "env_kwargs must be of type str, not {'x': 1}"),
+    ],
+)
+def test_a_value_of_another_type_from_python_is_an_error(args, run, message):
+    with pytest.raises(dqn_jax.UsageError, match=re.escape(message)):
+        dqn_jax.train(dqn_jax.Args(**args), dqn_jax.Run(**run))
+
+
+def test_a_replay_larger_than_the_memory_is_an_error_before_it_is_made(run_main, monkeypatch):
+    monkeypatch.setattr(usage.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 100))
+    line = "buffer_size: replay and networks need 0.0 GB, and there are 0.0 GB"
+    assert one_line(run_main(dqn_jax)) == f"error: {line}"
+
+
+def test_an_observation_with_a_text_points_to_the_page_on_wrappers(run_main):
+    """As that of MiniGrid without its wrapper."""
+    pytest.importorskip("minigrid")
+    code, _, err = run_main(dqn_jax, "--env-id", "minigrid:MiniGrid-Empty-5x5-v0")
+    line = err.strip().splitlines()[-1]
+    assert code == 2
+    assert line.startswith("error: observations Dict(")
+    assert "a wrapper must choose what the network sees, see docs/environments.md" in line
+
+
+def test_keys_that_make_charts_count_lives_are_refused(run_main):
+    pytest.importorskip("ale_py")
+    flags = ["--env-id", "ale_py:ALE/Breakout-v5", "--env-kwargs"]
+    for key in ("episodic_life", "life_loss_info"):
+        _, _, err = run_main(dqn_jax, *flags, f'{{"{key}": true}}')
+        assert f"with {key} charts would count lives, not games: leave it out" in err
+
+
+@pytest.mark.parametrize(
+    ("env_id", "vectorization"),
+    [("ale_py:BreakoutNoFrameskip-v4", "auto"), ("ale_py:ALE/Breakout-v5", "sync")],
+)
+def test_raw_frames_give_a_notice_with_the_environment_that_is_meant(env_id, vectorization, capsys):
+    pytest.importorskip("ale_py")
+    usage.check_env(dqn_jax.Run(env_id=env_id, vectorization=vectorization))
+    assert "ale_py:ALE/Breakout-v5 with --vectorization auto has" in capsys.readouterr().out
+    usage.check_env(dqn_jax.Run(env_id="ale_py:ALE/Breakout-v5"))
+    assert capsys.readouterr().out == ""
+
+
+def test_an_argument_that_the_vector_version_does_not_take_is_a_mistake(run_main):
+    pytest.importorskip("ale_py")
+    pong = ["--env-id", "ale_py:ALE/Pong-v5", "--env-kwargs", '{"difficulty": 1}']
+    assert "difficulty" in one_line(run_main(ppo_jax, *pong))
+    assert not Path("runs").exists()
