@@ -189,9 +189,9 @@ def test_the_replay_is_not_read(name, eval_episodes):
 @pytest.mark.parametrize("best", [0, 2])
 def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     module, flags = SCRIPTS[name]
-    scores = np.zeros(3)
-    scores[best] = 1.0
-    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda trainer, params: scores)
+    returns = np.zeros((3, 2))  # of two episodes of each
+    returns[best] = 1.0
+    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda trainer, params: returns)
     args = module.Args(**flags | dict(num_envs=4))
     run = module.Run(**CHAIN, num_seeds=3)
     states, _, folder = module.train(args, run)
