@@ -131,6 +131,22 @@ def test_the_agents_of_a_run_are_taken_in_the_order_of_their_seeds(tmp_path, mon
     assert started[0][1:] == ["--env-id", "E-v1", "--seed", "1", "--tau", "1", "--num-seeds", "3"]
 
 
+def test_runs_of_long_commands_have_folders_of_their_own(tmp_path, monkeypatch):
+    """A name of a file has at most 255 bytes."""
+
+    def pretend(command, cwd, **_):
+        (Path(cwd) / "runs" / "E-v1__dqn_jax__1__17").mkdir(parents=True)
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(returns.subprocess, "run", pretend)
+    long = 40 * ["--hidden-sizes", "256"]
+    (one,) = returns.run("dqn_jax", "E-v1", 1, [*long, "--tau", "1"], tmp_path)
+    (other,) = returns.run("dqn_jax", "E-v1", 1, [*long, "--tau", "0.5"], tmp_path)
+    assert one.is_dir()
+    assert other.is_dir()
+    assert one != other
+
+
 def test_a_run_that_fails_says_where_to_look(tmp_path, monkeypatch):
     failed = type("Done", (), {"returncode": 2})
     monkeypatch.setattr(returns.subprocess, "run", lambda *_, **__: failed)

@@ -31,130 +31,6 @@ import sac_jax
 import usage
 from dqn_jax import UsageError
 
-
-def test_fewer_steps_than_were_made_change_nothing(run_main):
-    args = dqn_jax.Args(**SMALL_DQN)
-    _, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
-    before = (folder / "args.json").read_text()
-    line = one_line(run_main(dqn_jax, "--resume", str(folder), "--total-timesteps", "150"))
-    assert line == "error: resume: 200 steps were made, more than 150"
-    assert (folder / "args.json").read_text() == before
-
-
-@pytest.mark.slow
-def test_a_complete_run_of_whole_iterations_is_resumed_with_the_steps_that_were_asked_for():
-    """100 steps are two iterations of 64, so that 128 were made."""
-    args = ppo_jax.Args(total_timesteps=100, num_steps=16, num_minibatches=1, update_epochs=1)
-    run = dict(env_id="environments:Counter-v0", eval_episodes=0)
-    _, returns, folder = ppo_jax.train(args, ppo_jax.Run(**run))
-    _, again, _ = ppo_jax.train(args, ppo_jax.Run(resume=str(folder), **run))
-    np.testing.assert_array_equal(again, returns)
-
-
-def test_the_second_ctrl_c_ends_the_process(tmp_path):
-    """Where the first waits for an environment that hangs."""
-    code = """
-import gymnasium as gym, time, environments
-class Hanging(environments.Counter):
-    def step(self, action):
-        print("hangs", flush=True)
-        time.sleep(1000)
-gym.register("Hanging-v0", Hanging)
-import dqn_jax
-dqn_jax.main()
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "--env-id", "Hanging-v0"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline().endswith(": 1 x Hanging-v0, cpu\n")
-    assert process.stdout.readline() == "hangs\n"
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGINT
-
-
-class Diverging(Chain):
-    def reward(self, state, action, next_state, rng, params=None):
-        return jnp.float32(jnp.nan)
-
-
-def make_diverging(**kwargs):
-    return FunctionalJaxEnv(Diverging(), metadata={"render_modes": []}, **kwargs)
-
-
-gym.register("Diverging-v0", make_diverging, max_episode_steps=9, disable_env_checker=True)
-
-
-def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_main):
-    """Rewards are NaN: the first gradient step is in the log interval that ends at step 60."""
-    flags = "--env-id Diverging-v0 --learning-starts 50 --batch-size 8 --buffer-size 100"
-    more = "--num-seeds 2 --log-interval 20 --checkpoint-interval 20 --eval-interval 20"
-    code, _, err = run_main(dqn_jax, *flags.split(), *more.split())
-    (folder,) = Path("runs").absolute().iterdir()
-    said = f"{folder}: diverged, parameters are not finite"
-    assert err == f"error: {said}\n"
-    assert code == 1
-
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "40"]
-    run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    alg, _ = dqn_jax.make_algorithm(args, run)
-    saver = checkpoints.Checkpoints(folder)
-    training = saver.restore(compiled.Trainer(alg, run).init())
-    assert saver.begin == 40
-    for leaf in jax.tree.leaves(training.agent.params):
-        assert np.isfinite(leaf).all()
-    assert not any((folder / "best").iterdir())  # a score that is NaN is that of no best agent
-
-
-def folder_with_flags():
-    """That of a run of DQN on CartPole in which nothing was saved."""
-    folder = Path("run").absolute()
-    folder.mkdir()
-    flags = {"run": vars(dqn_jax.Run()), "args": vars(dqn_jax.Args())}
-    (folder / "args.json").write_text(json.dumps(flags))
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "words"),
-    [
-        ("--env-id", "Acrobot-v1", "env_id must stay"),
-        ("--env-kwargs", '{"sutton_barto_reward": true}', "env_kwargs must stay"),
-        ("--seed", "2", "seed must stay 1, not become 2"),
-        ("--num-seeds", "2", "num_seeds"),
-        ("--gamma", "0.5", "gamma must stay 0.99, not become 0.5"),
-        ("--buffer-size", "200", "buffer_size must stay 10000, not become 200"),
-    ],
-)
-def test_what_is_part_of_the_training_stays_at_a_resume(flag, value, words, run_main):
-    folder = folder_with_flags()
-    before = Path(folder, "args.json").read_text()
-    assert words in one_line(run_main(dqn_jax, "--resume", folder, flag, value))
-    assert Path(folder, "args.json").read_text() == before
-
-
-def test_a_resumed_run_keeps_its_priorities():
-    """Cutting its episodes off changes none."""
-    args = per_dqn_jax.Args(**SMALL_DQN)
-    run = per_dqn_jax.Run(**COUNTER)
-    before, _, folder = per_dqn_jax.train(args, run)
-    alg, _ = per_dqn_jax.make_algorithm(args, run)
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    after = alg.on_resume(checkpoints.Checkpoints(folder).restore(state))
-    assert len(np.unique(np.concatenate(jax.tree.leaves(before.replay.tree), axis=None))) > 10
-    jax.tree.map(np.testing.assert_array_equal, after.replay.tree, before.replay.tree)
-    assert after.replay.max_priority == before.replay.max_priority
-    assert after.replay.size == before.replay.size == 100
-
-
 DQN_FLAGS = dict(learning_starts=100, batch_size=8, buffer_size=200, n_step=2)
 COMPILED = [
     slow(dqn_jax, DQN_FLAGS),  # what PER resumes has all of it
@@ -350,16 +226,21 @@ def test_a_resume_takes_the_flags_of_the_folder_and_more_steps(run_main):
     assert f"|resume|{folder}|" in table
 
 
-def start(folder, *flags):
-    """dqn_jax.py in a process of its own, once it has printed a line of progress."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "dqn_jax.py"), *flags],
+def start_python(folder, *arguments):
+    """A process of its own, in which scripts and the tests' environments can be imported."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def start(folder, *flags):
+    """dqn_jax.py in a process of its own, once it has printed a line of progress."""
+    process = start_python(folder, str(ROOT / "dqn_jax.py"), *flags)
     assert process.stdout.readline().endswith(": 1 x CartPole-v1, cpu\n")
     assert "steps" in process.stdout.readline()
     return process
@@ -657,3 +538,172 @@ def test_a_resume_holds_one_replay(tmp_path):
         peaks.append(int(peak))
     assert peaks[0] > 400_000
     assert peaks[1] < 1.3 * peaks[0]
+
+
+def add_numbered(alg, state, numbers):
+    """Adds steps of one environment that observe these numbers, with rewards of 1 and no end."""
+    rows = len(numbers)
+    steps = dqn_jax.Step(
+        observation=jnp.asarray(numbers, jnp.float32).reshape(rows, 1, 1),
+        action=jnp.zeros((rows, 1), jnp.int32),
+        reward=jnp.ones((rows, 1), jnp.float32),
+        terminated=jnp.zeros((rows, 1), bool),
+        truncated=jnp.zeros((rows, 1), bool),
+        valid=jnp.ones((rows, 1), bool),
+    )
+    return state._replace(replay=alg.replay.add_batch(state.replay, steps))
+
+
+def windows_around(alg, state, first_row, num_rows):
+    """Transitions of all windows that start in these rows of the replay of one environment."""
+    indices = np.arange(first_row, first_row + num_rows)
+    return alg.to_transitions(alg.replay.get(state.replay, indices))
+
+
+@pytest.mark.parametrize("n_step", [slow(1), 3, slow(16)])
+def test_a_cut_is_a_truncation(n_step):
+    """Windows up to it bootstrap from the last observation, none goes across, no stack is empty."""
+    args = dqn_jax.Args(
+        num_envs=1, train_frequency=1, frame_stack=2, n_step=n_step, gamma=0.5, buffer_size=100
+    )
+    space = gym.spaces.Box(0, 1_000, (2, 1), np.float32)
+    alg = dqn_jax.DQN(args, space, gym.spaces.Discrete(2))
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    state = add_numbered(alg, state, np.arange(1, 31))
+    state = alg.on_resume(state)
+    state = add_numbered(alg, state, np.arange(101, 131))
+
+    transitions = windows_around(alg, state, first_row=10, num_rows=25)
+    for i in range(25):
+        # The window's newest observation in the first stack is that of row i + 11.
+        number = i + 12
+        row = i + 11
+        assert transitions.valid[i] == (row != 29)  # which only ends the episode
+        if row < 29:
+            steps = min(n_step, 29 - row)
+            stack = transitions.observation[i].ravel().tolist()
+            last_stack = transitions.next_observation[i].ravel().tolist()
+            assert stack == [number - 1, number]
+            assert last_stack == [number + steps - 1, number + steps]
+            assert transitions.reward[i] == sum(0.5**k for k in range(steps))
+            assert transitions.discount[i] == 0.5**steps  # bootstrapped: no end
+        if row == 30:  # the first of the new episode
+            assert transitions.observation[i].ravel().tolist() == [0, 101]
+        if row > 30:
+            assert transitions.observation[i].min() > 100
+
+
+def test_fewer_steps_than_were_made_change_nothing(run_main):
+    args = dqn_jax.Args(**SMALL_DQN)
+    _, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
+    before = (folder / "args.json").read_text()
+    line = one_line(run_main(dqn_jax, "--resume", str(folder), "--total-timesteps", "150"))
+    assert line == "error: resume: 200 steps were made, more than 150"
+    assert (folder / "args.json").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_complete_run_of_whole_iterations_is_resumed_with_the_steps_that_were_asked_for():
+    """100 steps are two iterations of 64, so that 128 were made."""
+    args = ppo_jax.Args(total_timesteps=100, num_steps=16, num_minibatches=1, update_epochs=1)
+    run = dict(env_id="environments:Counter-v0", eval_episodes=0)
+    _, returns, folder = ppo_jax.train(args, ppo_jax.Run(**run))
+    _, again, _ = ppo_jax.train(args, ppo_jax.Run(resume=str(folder), **run))
+    np.testing.assert_array_equal(again, returns)
+
+
+def test_the_second_ctrl_c_ends_the_process(tmp_path):
+    """Where the first waits for an environment that hangs."""
+    code = """
+import gymnasium as gym, time, environments
+class Hanging(environments.Counter):
+    def step(self, action):
+        print("hangs", flush=True)
+        time.sleep(1000)
+gym.register("Hanging-v0", Hanging)
+import dqn_jax
+dqn_jax.main()
+"""
+    process = start_python(tmp_path, "-c", code, "--env-id", "Hanging-v0")
+    assert process.stdout.readline().endswith(": 1 x Hanging-v0, cpu\n")
+    assert process.stdout.readline() == "hangs\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+
+
+class Diverging(Chain):
+    def reward(self, state, action, next_state, rng, params=None):
+        return jnp.float32(jnp.nan)
+
+
+def make_diverging(**kwargs):
+    return FunctionalJaxEnv(Diverging(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("Diverging-v0", make_diverging, max_episode_steps=9, disable_env_checker=True)
+
+
+def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_main):
+    """Rewards are NaN: the first gradient step is in the log interval that ends at step 60."""
+    flags = "--env-id Diverging-v0 --learning-starts 50 --batch-size 8 --buffer-size 100"
+    more = "--num-seeds 2 --log-interval 20 --checkpoint-interval 20 --eval-interval 20"
+    code, _, err = run_main(dqn_jax, *flags.split(), *more.split())
+    (folder,) = Path("runs").absolute().iterdir()
+    said = f"{folder}: diverged, parameters are not finite"
+    assert err == f"error: {said}\n"
+    assert code == 1
+
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "40"]
+    run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    alg, _ = dqn_jax.make_algorithm(args, run)
+    saver = checkpoints.Checkpoints(folder)
+    training = saver.restore(compiled.Trainer(alg, run).init())
+    assert saver.begin == 40
+    for leaf in jax.tree.leaves(training.agent.params):
+        assert np.isfinite(leaf).all()
+    assert not any((folder / "best").iterdir())  # a score that is NaN is that of no best agent
+
+
+def folder_with_flags():
+    """That of a run of DQN on CartPole in which nothing was saved."""
+    folder = Path("run").absolute()
+    folder.mkdir()
+    flags = {"run": vars(dqn_jax.Run()), "args": vars(dqn_jax.Args())}
+    (folder / "args.json").write_text(json.dumps(flags))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--env-id", "Acrobot-v1", "env_id must stay"),
+        ("--env-kwargs", '{"sutton_barto_reward": true}', "env_kwargs must stay"),
+        ("--seed", "2", "seed must stay 1, not become 2"),
+        ("--num-seeds", "2", "num_seeds"),
+        ("--gamma", "0.5", "gamma must stay 0.99, not become 0.5"),
+        ("--buffer-size", "200", "buffer_size must stay 10000, not become 200"),
+    ],
+)
+def test_what_is_part_of_the_training_stays_at_a_resume(flag, value, words, run_main):
+    folder = folder_with_flags()
+    before = Path(folder, "args.json").read_text()
+    assert words in one_line(run_main(dqn_jax, "--resume", folder, flag, value))
+    assert Path(folder, "args.json").read_text() == before
+
+
+def test_a_resumed_run_keeps_its_priorities():
+    """Cutting its episodes off changes none."""
+    args = per_dqn_jax.Args(**SMALL_DQN)
+    run = per_dqn_jax.Run(**COUNTER)
+    before, _, folder = per_dqn_jax.train(args, run)
+    alg, _ = per_dqn_jax.make_algorithm(args, run)
+    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    after = alg.on_resume(checkpoints.Checkpoints(folder).restore(state))
+    assert len(np.unique(np.concatenate(jax.tree.leaves(before.replay.tree), axis=None))) > 10
+    jax.tree.map(np.testing.assert_array_equal, after.replay.tree, before.replay.tree)
+    assert after.replay.max_priority == before.replay.max_priority
+    assert after.replay.size == before.replay.size == 100

@@ -48,9 +48,6 @@ def state_of(alg, params, target_params):
     return state._replace(params=params, target_params=jnp.asarray(target_params))
 
 
-# ------------------------------------------------------------------------------------ the network
-
-
 # ------------------------------------------------------------------------------------ the algorithm
 
 
@@ -493,7 +490,7 @@ def restart(request):
     n_step = request.param
     args = Args(n_step=n_step, num_envs=6, train_frequency=24, batch_size=8, buffer_size=60)
     alg = linear(dqn_jax, replace(args, gamma=0.9))
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(32)  # episodes end in the last row, both ways, and before it
     before = state_of(alg, *np.zeros((2, 2), np.float32))
     train_step = jax.jit(alg.train_step)
     to_transitions = jax.jit(alg.to_transitions)
@@ -557,6 +554,23 @@ def test_no_window_goes_across_a_restart(restart):
     assert stepped[row == 11].any()
     np.testing.assert_array_equal(restart.went_on.valid, stepped)
     np.testing.assert_array_equal(restart.restarted.valid, stepped & (row != 11))
+
+
+def test_windows_that_reach_a_restart_bootstrap_from_the_last_observation(restart):
+    batch = restart.restarted
+    row, environment = np.divmod(restart.indices, 6)
+    reaching = 0
+    for b in np.flatnonzero(batch.valid & (row < 11) & (row + restart.n_step >= 11)):
+        i = environment[b]
+        until_cut = restart.rows[row[b] : 11]
+        if any(step.terminated[i] or step.truncated[i] for step in until_cut):
+            continue
+        reaching += 1
+        np.testing.assert_array_equal(batch.next_observation[b], restart.rows[11].observation[i])
+        assert batch.discount[b] == pytest.approx(0.9 ** len(until_cut))
+        total = sum(0.9**m * step.reward[i] for m, step in enumerate(until_cut))
+        assert batch.reward[b] == pytest.approx(total, rel=1e-5)
+    assert reaching > 1
 
 
 def test_a_buffer_that_does_not_divide_is_rounded_up():

@@ -177,8 +177,15 @@ def test_a_signal_ends_the_first_episodes_after_the_step_that_is_made():
     np.testing.assert_array_equal(returns, [1, 1, 1])  # after one step
 
 
-def test_an_evaluation_cuts_its_episodes_off():
-    run = dqn_jax.Run(env_id="Counting-v0", eval_max_steps=50)
-    alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(), run)
+@BOTH
+def test_an_evaluation_cuts_its_episodes_off(env_id, capsys):
+    run = dqn_jax.Run(env_id=env_id, eval_episodes=3, eval_max_steps=50)
+    alg, is_functional = dqn_jax.make_algorithm(dqn_jax.Args(), run)
     params = policy_params(alg, DQN_HEAD, [0, 1, 0])
-    np.testing.assert_array_equal(dqn_jax.evaluate(alg, run, params, 3), [50, 50, 50])
+    if is_functional:
+        of_one_agent = jax.tree.map(lambda x: x[None], params)
+        (returns,) = compiled.Trainer(alg, run).evaluate(of_one_agent)
+        assert "an evaluation cuts off episodes after 50 steps" in capsys.readouterr().out
+    else:
+        returns = dqn_jax.evaluate(alg, run, params, 3)
+    np.testing.assert_array_equal(returns, [50, 50, 50])
