@@ -3,9 +3,9 @@
     pip install -e ".[bench]" && python benchmarks/image_step.py
 
 Each draws 32 of 2,000 transitions, and takes a step of Adam. Both run in turn, each time in a new
-process, on one core and on two. dqn_jax.py takes its steps in a loop inside of one compiled call,
-and each in a call of its own. Prints medians over the rounds, the least and the most, and how many
-times as long PyTorch takes, round by round.
+process, on a GPU if JAX finds one, else on one core and on two. dqn_jax.py takes its steps in a
+loop inside of one compiled call, and each in a call of its own. Prints medians over the rounds, the
+least and the most, and how many times as long PyTorch takes, round by round.
 """
 
 import argparse
@@ -83,6 +83,7 @@ def time_torch(shape: tuple) -> list[float]:
     from torch import nn
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     observation, action, reward = experience(shape)
     channels, height, width = shape
     is_large = min(height, width) >= 36  # as in images.py
@@ -98,9 +99,11 @@ def time_torch(shape: tuple) -> list[float]:
             inputs = outputs
         convolutions = nn.Sequential(*modules, nn.Flatten())
         features = convolutions(torch.zeros(1, *shape)).shape[1]
-        return nn.Sequential(
-            convolutions, nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 6)
-        )
+        dense = nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 6)
+        return nn.Sequential(convolutions, *dense).to(device)
+
+    def load(x: np.ndarray) -> Any:
+        return torch.as_tensor(x).to(device)
 
     network, target_network = make_network(), make_network()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
@@ -109,16 +112,25 @@ def time_torch(shape: tuple) -> list[float]:
     def gradient_step() -> None:
         i = rng.integers(TRANSITIONS - 1, size=BATCH)
         with torch.no_grad():
-            next_q = target_network(torch.as_tensor(observation[i + 1]).float() / scale)
-            target = torch.as_tensor(reward[i]) + 0.99 * next_q.max(1).values
-        q_values = network(torch.as_tensor(observation[i]).float() / scale)
-        value = q_values.gather(1, torch.as_tensor(action[i])[:, None])[:, 0]
+            next_q = target_network(load(observation[i + 1]).float() / scale)
+            target = load(reward[i]) + 0.99 * next_q.max(1).values
+        q_values = network(load(observation[i]).float() / scale)
+        value = q_values.gather(1, load(action[i])[:, None])[:, 0]
         loss = nn.functional.mse_loss(target, value)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return [milliseconds(gradient_step)]
+
+
+def device_kind() -> str:
+    """What JAX computes on."""
+    import jax
+
+    return jax.devices()[0].device_kind
 
 
 def in_new_process(function: Callable, shape: tuple, cores: set[int]) -> list[float]:
@@ -132,12 +144,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all of it to this file")
     args = parser.parse_args()
     text, about = header(["jax", "flax", "numpy", "torch"])
-    print(text)
     available = sorted(os.sched_getaffinity(0))
+    places = {str(count): set(available[:count]) for count in (1, 2)}
+    with get_context("spawn").Pool(1) as pool:  # not here, where it would take the GPU's memory
+        device = pool.apply(device_kind)
+    if device != "cpu":
+        places = {device: set(available)}
+    print(text)
     rows, results = [], []
     for name, shape in SHAPES.items():
-        for count in (1, 2):
-            cores = set(available[:count])
+        for place, cores in places.items():
             ours, torch = [], []
             for _ in range(args.rounds):
                 ours.append(in_new_process(time_ours, shape, cores))
@@ -145,9 +161,9 @@ def main() -> None:
             in_loop, alone = (list(x) for x in zip(*ours, strict=True))
             cells = [spread(in_loop, 2), spread(alone, 2), spread(torch, 2)]
             cells += [spread(ratios(torch, in_loop), 2), spread(ratios(torch, alone), 2)]
-            rows.append([name, str(count), *cells])
-            results.append({"images": name, "cores": count, "ours": ours, "torch": torch})
-    heads = ["images", "cores", "in a loop", "alone", "PyTorch"]
+            rows.append([name, place, *cells])
+            results.append({"images": name, "place": place, "ours": ours, "torch": torch})
+    heads = ["images", "cores or device", "in a loop", "alone", "PyTorch"]
     print(table([*heads, "PyTorch / loop", "PyTorch / alone"], rows))
     write_json(args.json, about | {"results": results})
 
