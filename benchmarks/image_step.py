@@ -148,7 +148,9 @@ def main() -> None:
     places = {str(count): set(available[:count]) for count in (1, 2)}
     with get_context("spawn").Pool(1) as pool:  # not here, where it would take the GPU's memory
         device = pool.apply(device_kind)
-    if device != "cpu":
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # then PyTorch takes no GPU, either
+    else:
         places = {device: set(available)}
     print(text)
     rows, results = [], []

@@ -86,16 +86,16 @@ def flashbax(buffer: str, capacity: int) -> dict:
         own: dict = dict(add_batch=adds(lambda x: x[None]), pop=lambda s, _: replay.sample(s))
         return own | dict(init=replay.init)
     kind = "prioritised_" if buffer.startswith("prioritised") else ""
-    more: dict = dict(device=jax.default_backend()) if kind else {}  # its tree takes turns on a CPU
+    device: dict = {"device": jax.default_backend()} if kind else {}  # how its sum tree is set
     if buffer.endswith("windows"):
         sizes = dict(add_batch_size=ENVS, sample_batch_size=WINDOWS, sample_sequence_length=LENGTH)
         make = getattr(fbx, f"make_{kind}trajectory_buffer")
-        replay = make(**sizes, period=1, min_length_time_axis=LENGTH, max_size=capacity, **more)
+        replay = make(**sizes, period=1, min_length_time_axis=LENGTH, max_size=capacity, **device)
         add, add_batch = adds(lambda x: x[:, None]), adds(lambda x: jnp.swapaxes(x, 0, 1))
     else:
         make = getattr(fbx, f"make_{kind}item_buffer")
-        more |= dict(max_length=capacity, min_length=1, sample_batch_size=BATCH)
-        replay = make(add_batches=True, **more)
+        sizes = dict(max_length=capacity, min_length=1, sample_batch_size=BATCH)
+        replay = make(**sizes, add_batches=True, **device)
         add, add_batch = adds(lambda x: x[None]), replay.add
     own = dict(init=replay.init, add=add, add_batch=add_batch)
     own |= dict(sample=lambda s, key, _: replay.sample(s, key))
