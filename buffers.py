@@ -1020,6 +1020,37 @@ def stack_frames(frames: Any, count: int, mask: Any) -> Any:
     return jnp.stack(stacks, axis=1)
 
 
+def masked_mean(x: Array, mask: Array) -> Array:
+    """Means [...] of x [..., *mask.shape] where `mask` is True, 0 if it is True nowhere."""
+    axes = tuple(range(-mask.ndim, 0))
+    return jnp.sum(x, axis=axes, where=mask) / jnp.maximum(mask.sum(), 1)
+
+
+def repeat(step: Callable, state: PyTree, inputs: tuple, count: Any) -> tuple[PyTree, dict]:
+    """Calls `state, metrics = step(state, *row)` with each of the first `count` rows of `inputs`.
+
+    As a `jax.lax.scan` over arrays [K, ...] that `count`, which may be traced, ends early.
+
+    Args:
+      step: takes a state, and a row [...] of each input; returns the next state, and a dict of
+        numbers.
+      state: a pytree.
+      inputs: arrays [K, ...].
+      count: 0 to K.
+
+    Returns the state and the metrics of the last call, float32. Without a call these are infinite,
+    so that nobody takes them for a measurement.
+    """
+
+    def call(i: Any, carry: tuple) -> tuple[PyTree, dict]:
+        state, metrics = step(carry[0], *[x[i] for x in inputs])
+        return state, tree_map(lambda x: jnp.asarray(x, float32), metrics)
+
+    _, shapes = jax.eval_shape(call, 0, (state, None))
+    none = tree_map(lambda x: jnp.full(x.shape, jnp.inf, x.dtype), shapes)
+    return lax.fori_loop(0, count, call, (state, none))
+
+
 def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: int) -> Array:
     """Random orders of rows: [epochs, num_minibatches, rows // num_minibatches] int32.
 

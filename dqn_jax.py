@@ -3,19 +3,9 @@
     python dqn_jax.py --env-id CartPole-v1 --num-envs 8
     python dqn_jax.py --env-id phys2d/CartPole-v1 --num-envs 10 --num-seeds 10
 
-A rollout is S steps of N environments. The agent learns from it while they take the next S steps:
-
-    collect the first rollout
-    for each iteration:                                                     # train
-        in a thread:
-            state, params, metrics = train_step(state, rollout, next_observation, key, step)
-        meanwhile, for each of S steps of the next rollout:                 # collect_rollout
-            action, memory = act(params, observation, memory, key, step)    # with the old params
-            observation, reward, terminated, truncated, info = envs.step(action)
-        when both are done: rollout = the next rollout
-        when due: add_metrics, save, evaluate_agent
-
-With an environment written in JAX, both take turns in one compiled program: see compiled.py.
+Read `train_loop` first: the agent learns from a rollout, S steps of N environments, in a thread.
+Meanwhile `collect_rollout` takes the next S steps, with the parameters from before. If the
+environment is written in JAX, cleanreplay/compiled.py makes one program of both: they take turns.
 
 Differs from the paper: Adam for RMSProp, no clipping of rewards and errors, hyperparameters for
 classic control. If a time limit truncates an episode, the target bootstraps.
@@ -27,11 +17,12 @@ import re
 import sys
 import time
 import warnings
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,16 +33,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from gymnasium.error import Error as UsageError
 from gymnasium.spaces import Box
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from gymnasium.vector import AutoresetMode
 from jax import Array
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
 import buffers
+
+if find_spec("cleanreplay"):  # saves, resumes, evaluates, sees images, compiles the loop
+    import cleanreplay
+    from cleanreplay import UsageError
+else:  # this file and buffers.py alone train and log
+    cleanreplay: Any = None  # type: ignore[no-redef]
+
+    class UsageError(Exception):  # type: ignore[no-redef]
+        """A mistake of the user, which the command line prints as one line."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +87,12 @@ class QNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        if x.dtype in (jnp.uint8, bool) and x.ndim > 2:
-            import images
-
-            if images.are_images(x):
-                return nn.Dense(self.num_actions)(images.cnn(x))
-        x = x.reshape(len(x), -1).astype(jnp.float32)
-        for width in self.hidden_sizes:
-            x = nn.relu(nn.Dense(width)(x))
+        if cleanreplay and cleanreplay.images.are_images(x):
+            x = cleanreplay.images.cnn(x)
+        else:
+            x = x.reshape(len(x), -1).astype(jnp.float32)
+            for width in self.hidden_sizes:
+                x = nn.relu(nn.Dense(width)(x))
         return nn.Dense(self.num_actions)(x)
 
 
@@ -105,7 +101,7 @@ class Step(NamedTuple):
 
     An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
 
-        observation   s0     s1     s2     t0     The row of s2 only resets the environment: its
+        observation   s0     s1     s2     t0     The step at s2 only resets the environment: its
         terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
         valid         True   True   False  True   is learned from it.
     """
@@ -115,8 +111,7 @@ class Step(NamedTuple):
     reward: Any
     terminated: Any  # the episode ended by itself
     truncated: Any  # a time limit cut the episode off
-    valid: Any
-    memory: Any = ()  # of the agent, before the step; this one has none
+    valid: Any  # False if the step only resets
 
 
 class Transition(NamedTuple):
@@ -131,30 +126,34 @@ class Transition(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything that learning changes."""
+    """All that training changes, and so all that a checkpoint must hold."""
 
     params: Any
     target_params: Any
     opt_state: optax.OptState
     replay: Any  # the state of the replay buffer of Steps
-    num_updates: Array  # gradient steps so far
 
 
 class DQN:
-    """The algorithm, as pure functions of a `State`."""
+    """The algorithm, as pure functions of a `State`.
 
-    collects_while_learning = True  # the next rollout, with the parameters from before
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py.
+    """
 
-    def __init__(self, args: Args, observation_space, action_space):
+    def __init__(
+        self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
+    ):
         self.learning_starts = args.learning_starts or args.batch_size
         if not args.batch_size <= self.learning_starts < args.total_timesteps:
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         if not isinstance(action_space, gym.spaces.Discrete):
             raise UsageError(f"DQN takes Discrete actions, not {action_space}")
         self.args = args
+        self.shard_batch = shard_batch
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
-        # The smallest number of steps that num_envs and train_frequency divide.
+        # The smallest number of steps that is a whole number of steps of all environments, and of
+        # gradient steps: num_envs and train_frequency divide it.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration *= args.gradient_steps
@@ -162,59 +161,71 @@ class DQN:
         has_image_dtype = observation_space.dtype in (np.uint8, bool)
         dtype = observation_space.dtype if has_image_dtype else np.float32
         observation = np.zeros(observation_space.shape, dtype)
-        self.example_step = Step(observation, np.int32(0), np.float32(0), *[np.False_] * 3)
+        flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
+        self.example_step = Step(observation, np.int32(0), np.float32(0), **flags)
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
         self.network: Any = QNetwork(self.num_actions, args.hidden_sizes)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         self.optimizer = optax.flatten(optax.adam(args.learning_rate, eps=args.adam_epsilon))
-        exploration_steps = int(args.exploration_fraction * args.total_timesteps)
-        self.epsilon = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
         # The replay draws windows of consecutive steps: a stack of frames, and n steps after it.
         window = args.frame_stack + args.n_step
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
         self.replay = buffers.uniform_replay(
             rows * args.num_envs, num_envs=args.num_envs, sequence_length=window
         )
-        self.shard_batch = lambda batch: batch  # compiled.py may split a batch over devices
+        exploration_steps = int(args.exploration_fraction * args.total_timesteps)
+        self.epsilon_at = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
+        period = args.target_network_frequency * args.gradient_steps // args.train_frequency
+        self.target_period = max(period, 1)  # in gradient steps
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def init(self, key) -> State:
-        """The state before training."""
+        """The state before training. Jitted, because `params` stand in it twice."""
         params = self.network.init(key, self.example_step.observation[None])
         opt_state = self.optimizer.init(params)
         replay = self.replay.init(self.stored_step)
-        return State(params, params, opt_state, replay, num_updates=jnp.int32(0))
+        return State(params, params, opt_state, replay)
 
     def on_resume(self, state: State) -> State:
         """The state of a resumed run, whose environments begin new episodes."""
-        import checkpoints
-
-        return state._replace(replay=checkpoints.truncate_episodes(state.replay))
+        return state._replace(replay=cleanreplay.checkpoints.truncate_episodes(state.replay))
 
     def policy_params(self, state: State):
         """The part of a state that `act` needs."""
         return state.params
 
-    def act(self, params, observation, memory=(), key=None, step=0):
-        """Actions [N]: epsilon-greedy with a key, greedy without one. And the memory: none here."""
+    def experience(self, state: State):
+        """The part of a state that --save-experience writes to disk."""
+        return state.replay
+
+    def act(self, params, observation, key=None, step=0):
+        """Chooses actions [N]: epsilon-greedily if there is a key, otherwise greedily."""
         q_values = self.network.apply(params, observation)
         action = jnp.argmax(q_values, axis=-1)
         if key is None:
-            return action, memory
+            return action
         key = jax.random.fold_in(key, step)
-        uniform = jax.random.uniform(key, (2, *action.shape), jnp.float32)
-        explores = uniform[0] < self.epsilon(step)
+        uniform = jax.random.uniform(key, (2, *action.shape), jnp.float32)  # one draw is faster
+        explores = uniform[0] < self.epsilon_at(step)
         random_action = jnp.int32(uniform[1] * self.num_actions)
-        return jnp.where(explores, random_action, action), memory
+        return jnp.where(explores, random_action, action)
 
     def to_env_action(self, action):
         """The environment's actions, which need not start at 0."""
         return action + self.first_action
 
-    def to_transitions(self, window: Step) -> Transition:
-        """Turns windows of steps [B, W, ...] into transitions [B, ...]."""
+    def policy(self, params, key=None):
+        """A function from NumPy observations [N, ...] to the environment's actions [N]."""
+
+        def policy(observation, step=0):
+            return self.to_env_action(np.asarray(self.act(params, observation, key, step)))
+
+        return policy
+
+    def to_transitions(self, window: Step, key) -> Transition:
+        """Turns windows of steps [B, W, ...] into transitions [B, ...]. Nothing is drawn here."""
         first = self.args.frame_stack - 1  # the steps before it only fill its stack
         steps = jax.tree.map(lambda x: x[:, first : first + self.args.n_step], window)
         reward, discount, num_steps = buffers.n_step_return(
@@ -239,60 +250,96 @@ class DQN:
         chosen = jax.nn.one_hot(batch.action, self.num_actions, dtype=jnp.float32)
         q_values = self.network.apply(params, batch.observation)
         value = jnp.sum(q_values * chosen, axis=-1)
-        rows = jnp.maximum(batch.valid.sum(), 1)
-        loss = jnp.sum((target - value) ** 2, where=batch.valid) / rows
-        mean_value = jnp.sum(value, where=batch.valid) / rows
+        loss = buffers.masked_mean((target - value) ** 2, batch.valid)
+        mean_value = buffers.masked_mean(value, batch.valid)
         return loss, {"losses/td_loss": loss, "losses/q_values": mean_value}
 
-    def gradient_step(self, state: State, key, step) -> tuple[State, dict]:
-        """Learns from a batch of the replay, and updates the target network when it is due."""
+    def gradient_step(self, state: State, key, update) -> tuple[State, dict]:
+        """Learns from a batch of the replay; `update` is the number of this gradient step."""
         args = self.args
         sample = self.replay.sample(state.replay, key, args.batch_size)
-        batch = self.to_transitions(self.shard_batch(sample.experience))
+        window = self.shard_batch(sample.experience)
+        batch = self.to_transitions(window, jax.random.fold_in(key, 1))
         grad_fn = jax.grad(self.loss, has_aux=True)
         gradient, metrics = grad_fn(state.params, state.target_params, batch)
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        num_updates = state.num_updates + 1
-        period = args.target_network_frequency * args.gradient_steps // args.train_frequency
-        tau = jnp.where(num_updates % max(period, 1) == 0, args.tau, 0.0)
+        tau = jnp.where(update % self.target_period == 0, args.tau, 0.0)
         target_params = optax.incremental_update(params, state.target_params, tau)
-        return State(params, target_params, opt_state, state.replay, num_updates), metrics
+        return State(params, target_params, opt_state, state.replay), metrics
 
-    def train_step(self, state: State, rollout: Step, next_observation, key, step):
+    def train_step(self, state: State, rollout: Step, key, step):
         """Stores the rollout [S, N] that began at `step`, and takes the gradient steps.
 
-        Returns the State, the parameters to act with, and the metrics of the last gradient step. If
-        there was none they are 0, and not logged. The next rollout begins at next_observation.
+        Returns the State, the parameters to act with, and the metrics of the last gradient step.
         """
         if self.args.frame_stack > 1:
             rollout = rollout._replace(observation=rollout.observation[:, :, -1])
         if self.args.clip_rewards:
             rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state = state._replace(replay=self.replay.add_batch(state.replay, rollout))
-        keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
-        _, shapes = jax.eval_shape(self.gradient_step, state, keys[0], step)
-        no_metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-        def update(i, carry):
-            return self.gradient_step(carry[0], keys[i], step)
-
         learns = step + self.steps_per_iteration > self.learning_starts
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
-        state, metrics = jax.lax.fori_loop(0, gradient_steps, update, (state, no_metrics))
-        metrics["charts/epsilon"] = self.epsilon(step)
+        keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
+        first = step // self.args.train_frequency * self.args.gradient_steps + 1
+        inputs = (keys, first + jnp.arange(self.updates_per_iteration))
+        state, metrics = buffers.repeat(self.gradient_step, state, inputs, gradient_steps)
+        metrics["charts/epsilon"] = self.epsilon_at(step)
         metrics["charts/gradient_steps"] = gradient_steps
         metrics["charts/replay_ratio"] = gradient_steps / self.steps_per_iteration
         return state, self.policy_params(state), metrics
 
 
-Algorithm = DQN
+def collect_rollout(agent: DQN, envs, params, env_state: tuple, key, step: int):
+    """Takes S steps in N environments: Steps [S, N, ...], and the next `env_state`."""
+    observation, valid = env_state
+    num_steps, num_envs = agent.rollout_shape
+    example = agent.example_step
+    rollout = Step(*[np.empty((num_steps, num_envs, *x.shape), x.dtype) for x in example])
+    for t in range(num_steps):
+        observation = np.array(observation, example.observation.dtype)  # `envs` may overwrite it
+        action = np.asarray(agent.act(params, observation, key, step + t * num_envs))
+        env_action = agent.to_env_action(action)
+        next_observation, reward, terminated, truncated, info = envs.step(env_action)
+        now = Step(observation, action, reward, terminated, truncated, valid)
+        for rows, x in zip(rollout, now, strict=True):
+            rows[t] = x
+        observation = next_observation
+        valid = ~(rollout.terminated[t] | rollout.truncated[t])
+    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
+    return rollout, (observation, valid)
+
+
+def train_loop(agent: DQN, envs, log, key) -> State:
+    """Learns from each rollout in a thread while the next one is collected. Returns the State."""
+    init_key, act_key, learn_key = jax.random.split(key, 3)
+    state = log.begin(partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    params = jax.tree.map(jnp.copy, agent.policy_params(state))  # `state` will be overwritten
+    train_step = jax.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
+    collect = partial(collect_rollout, agent, envs, key=act_key)
+    env_state = reset(envs, init_key, log.first_step)
+    rollout, env_state = collect(params, env_state, step=log.first_step)
+
+    with ThreadPoolExecutor(1) as thread:
+        for step in range(log.first_step, log.total, agent.steps_per_iteration):
+            end = step + agent.steps_per_iteration
+            learning = thread.submit(train_step, state, rollout, learn_key, step)
+            with log.saves_on_error(envs, end, learning.result):
+                next_rollout, env_state = collect(params, env_state, step=end)
+            state, params, metrics = learning.result()
+            # Insert your own code here: `state` is complete, and no thread is running.
+            is_over = log.end_iteration(end, state, params, metrics, rollout)
+            if is_over:
+                break
+            rollout = next_rollout
+    return state
+
+
+Agent = DQN
 ENV_ID = "CartPole-v1"  # of a run without --env-id
 
 
-# === common to all scripts ===
-
-EVALUATION: dict = {"episodic_return": np.mean, "median": np.median, "min": np.min, "max": np.max}
+# === the same in all scripts ===
 
 
 @dataclass(frozen=True)
@@ -318,48 +365,16 @@ class Run:
     track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
 
 
-class Log:
-    """What a run logs to TensorBoard, shows and keeps."""
-
-    def __init__(self, folder: Path, flags: dict, saver=None, quiet: bool | None = None):
-        self.folder = folder
-        self.saver = saver  # what checkpoints.py keeps of the run, or None without it
-        self.begin = saver.begin if saver else 0  # the step of the start or the resume
-        self.start_time = time.time()
-        self.scalars: dict = defaultdict(list)  # numbers whose means are logged next
-        self.recent_returns = deque(saver.recent_returns if saver else (), maxlen=100)
-        total = flags["total_timesteps"]
-        self.bar: Any = tqdm(initial=self.begin, total=total, unit=" steps", disable=quiet)
-        self.writer = event_file_writer.EventFileWriter(str(folder), flush_secs=1)  # W&B patches it
-        if saver:
-            saver.write_header(self.writer, flags)
-
-    def add_scalars(self, step: int, scalars: dict, wall_time: float = 0):
-        """Adds a point to each chart, but no NaN, and to no loss if there was no gradient step."""
-        learned = scalars.get("charts/gradient_steps", 1) > 0
-        event = Event(wall_time=wall_time or time.time(), step=step)
-        for tag, x in scalars.items():
-            if not math.isnan(x) and (learned or not tag.startswith("losses/")):
-                event.summary.value.add(tag=tag, simple_value=x)
-        self.writer.add_event(event)  # one event for all charts is fastest
-
-    def add_metrics(self, step: int, metrics: dict):
-        """Logs metrics, the means of `scalars` and the speed, and shows the progress."""
-        self.recent_returns.extend(self.scalars["charts/episodic_return"])
-        means = {tag: np.mean(values) for tag, values in self.scalars.items() if values}
-        self.scalars.clear()
-        speed = (step - self.begin) / (time.time() - self.start_time)
-        self.add_scalars(step, metrics | means | {"charts/SPS": speed})
-        progress = f"return {np.mean(self.recent_returns or np.nan):.2f}"
-        if self.bar.disable and is_due(self.bar.total // 20, self.bar.n, step):
-            print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
-        self.bar.n = step
-        self.bar.set_postfix_str(progress)
+def need(what: str) -> Any:
+    """The package cleanreplay, for something that cannot do without it."""
+    if cleanreplay is None:
+        raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
+    return cleanreplay
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
-    """N environments that are stepped together. Add wrappers of a single one to the list."""
-    wrappers: list = []  # such as gym.wrappers.TimeAwareObservation
+    """Makes N environments that are stepped together."""
+    wrappers: list = []  # of a single environment, such as gym.wrappers.TimeAwareObservation
     kwargs = json.loads(run.env_kwargs)
     if video_folder:
         kwargs["render_mode"] = "rgb_array"
@@ -369,138 +384,27 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
         mode = "sync" if wrappers else None
     how = {"context": "forkserver"} if mode == "async" else None  # a fork of JAX can hang
     make = partial(gym.make_vec, run.env_id, num_envs, wrappers=wrappers, **kwargs)
+    warnings.filterwarnings("ignore", ".*AutoresetMode")  # the mode is checked below
     envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
-    # Gymnasium's own vector versions are slow for few environments; those in JAX lose transitions.
+    # Gymnasium's own vector versions are slow for few environments. It steps those written in JAX
+    # wrongly: where one resets, all others stand still.
     is_toy = type(envs.unwrapped).__module__.startswith("gymnasium.envs.") and num_envs < 4
     if mode is None and (is_toy or hasattr(envs.unwrapped, "func_env")):
         envs = make(vectorization_mode="sync")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
-        raise UsageError(f"{run.env_id}: its autoreset_mode must be NEXT_STEP")
-    if args.frame_stack > 1 or not isinstance(envs.single_observation_space, Box):
-        import images
-
-        envs = images.wrap(envs, args.frame_stack)
+        raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
+    space = envs.single_observation_space
+    is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
+    if args.frame_stack > 1 or not is_vector:
+        envs = need("images, frame_stack or no Box").images.wrap(envs, args.frame_stack)
     return envs
 
 
-def make_algorithm(args: Args, run: Run) -> tuple[Algorithm, bool]:
-    """The algorithm, and whether compiled.py trains it: if the environment is written in JAX."""
-    warnings.filterwarnings("ignore", ".*AutoresetMode")  # which `make_envs` checks
-    if Path(__file__).with_name("usage.py").exists():
-        import usage
-
-        usage.check(args, run)
-    with closing(make_envs(args, run, 1)) as envs:
-        alg = Algorithm(args, envs.single_observation_space, envs.single_action_space)
-    if run.capture_video:
-        import images
-
-        images.check_video(partial(make_envs, args, run, 1), envs.single_observation_space)
-    env = envs.unwrapped.envs[0] if isinstance(envs.unwrapped, SyncVectorEnv) else envs.unwrapped
-    while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):  # compiled.py needs none
-        env = env.env
-    is_jax_env = hasattr(env, "func_env") and isinstance(env.observation_space, Box)
-    return alg, is_jax_env and run.vectorization == "auto"
-
-
-def no_memory(alg: Algorithm, num_envs: int) -> tuple:
-    """Arrays [N, ...] of zeros, the memory at the start of an episode; () of an agent without."""
-    return tuple([np.zeros((num_envs, *x.shape), x.dtype) for x in alg.example_step.memory])
-
-
-def keep_memory(memory: tuple, valid) -> tuple:
-    """The memory after a step, zeros where the step only reset, that is, was not valid [N]."""
-    return tuple([(np.asarray(x).T * valid).T for x in memory])
-
-
-def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: int):
-    """Takes S steps in N environments: Steps [S, N, ...], the next `env_state`, the charts."""
-    observation, memory, valid, unfinished = env_state  # unfinished [2, N]: return and length
-    shape = alg.rollout_shape
-    rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example_step)
-    charts: dict = defaultdict(list)  # numbers whose means are logged
-    for t in range(shape[0]):
-        rollout.observation[t] = observation
-        for rows, x in zip(rollout.memory, memory, strict=True):
-            rows[t] = x
-        now = step + t * shape[1]
-        action, memory = alg.act(params, rollout.observation[t], memory, key, now)
-        memory = keep_memory(memory, valid)
-        rollout.action[t] = action
-        env_action = alg.to_env_action(rollout.action[t])
-        observation, reward, terminated, truncated, info = envs.step(env_action)
-        rollout.reward[t] = reward
-        rollout.terminated[t] = terminated
-        rollout.truncated[t] = truncated
-        rollout.valid[t] = valid
-        valid = ~(rollout.terminated[t] | rollout.truncated[t])
-    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
-    sums = np.cumsum([rollout.reward, rollout.valid], axis=1, dtype=float) + unfinished[:, None]
-    for t, env in np.argwhere(rollout.terminated | rollout.truncated):
-        charts["charts/episodic_return"].append(sums[0, t, env])
-        charts["charts/episodic_length"].append(sums[1, t, env])
-        sums[:, t:, env] -= sums[:, t, env, None]  # the next episode begins at 0
-    observation = np.array(observation, rollout.observation.dtype)
-    return rollout, (observation, memory, valid, sums[:, -1]), charts
-
-
-def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str = "", stop=()):
-    """The returns [episodes] of one episode in each of as many environments."""
-    returns = np.zeros(episodes)
-    over = np.zeros(episodes, bool)
-    dtype = alg.example_step.observation.dtype
-    key = jax.random.fold_in(jax.random.PRNGKey(run.seed), 2**31)  # no training has such a step
-    act_key = key if run.eval_explores else None
-    with closing(make_envs(alg.args, run, episodes, video_folder)) as envs:
-        observation, _ = envs.reset(seed=int(key[0]) // 4)
-        memory = no_memory(alg, episodes)
-        for step in range(alg.args.total_timesteps, alg.args.total_timesteps + run.eval_max_steps):
-            observation = np.asarray(observation, dtype)
-            action, memory = alg.act(params, observation, memory, act_key, step)
-            action = alg.to_env_action(np.asarray(action))
-            observation, reward, terminated, truncated, _ = envs.step(action)
-            returns += np.where(over, 0, reward)
-            over |= terminated | truncated
-            if over.all() or stop:
-                break
-    return returns
-
-
-def load_policy(folder: Path | str):
-    """The best agent of a run, as a function from observations [N, ...] to actions [N, ...]."""
-    import checkpoints
-
-    return checkpoints.load_policy(folder, sys.modules[__name__])
-
-
-def start(alg: Algorithm, run: Run, init, stop: list, now: int = 0, quiet: bool | None = None):
-    """Begins a run with the State of `init()`, or resumes one. Returns its State and its Log."""
-    name = f"{run.env_id}__{run.exp_name}__{run.seed}__{now or time.time_ns() // 10**3}"
-    folder = Path(run.resume or "runs/" + re.sub("[/:]", "-", name)).absolute()
-    saver = None
-    if Path(__file__).with_name("checkpoints.py").exists():
-        import checkpoints
-
-        saver, state = checkpoints.open_run(alg, run, folder, init, stop)
-    else:
-        tqdm.write("nothing is saved, because checkpoints.py is not beside the script")
-        state = init()
-    tqdm.write(f"{folder}: {alg.args.num_envs} x {run.env_id}, {jax.devices()[0].device_kind}")
-    return state, Log(folder, vars(run) | vars(alg.args), saver, quiet)
-
-
-def evaluate_agent(alg: Algorithm, run: Run, params, step: int, log: Log, stop):
-    """Logs the returns of an evaluation, keeps the best agent, and records a video."""
-    if run.eval_episodes > 0:
-        returns = evaluate(alg, run, params, run.eval_episodes, stop=stop)
-        if stop:
-            return  # it was interrupted
-        tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
-        log.add_scalars(step, {f"eval/{name}": f(returns) for name, f in EVALUATION.items()})
-        if log.saver:
-            log.saver.save_if_best(step, params, returns.mean())
-    if run.capture_video:
-        evaluate(alg, run, params, 1, f"{log.folder}/videos/{step}", stop)
+def reset(envs, key, step: int):
+    """Starts an episode in each environment: observations, and the valid [N] of the next step."""
+    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
+    observation, _ = envs.reset(seed=seed)
+    return observation, np.ones(envs.num_envs, bool)
 
 
 def is_due(interval: int, step: int, end: int) -> bool:
@@ -508,80 +412,139 @@ def is_due(interval: int, step: int, end: int) -> bool:
     return interval > 0 and end // interval > step // interval
 
 
+class Log(AbstractContextManager):
+    """The charts of a run in TensorBoard, and its progress.
+
+    `cleanreplay.experiment.Experiment` has the same methods, and also saves, resumes and evaluates.
+    """
+
+    def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
+        self.run = run
+        self.folder = folder
+        self.stop = stop  # has an item if the run is to end
+        self.first_step = 0
+        self.total = agent.args.total_timesteps
+        self.steps_per_iteration = agent.steps_per_iteration
+        self.unfinished = np.zeros((2, agent.args.num_envs))  # return and length of each episode
+        self.ended: list = []  # returns and lengths of the episodes that are to be logged
+        self.recent_returns: deque = deque(maxlen=100)
+        self.writer: Any = None
+
+    def open(self, first_step: int, recent_returns=(), quiet: bool | None = None, writer=None):
+        """Begins the charts and the bar of progress. A run that is resumed has a `first_step`."""
+        if not quiet:
+            where = f"{self.unfinished.shape[1]} x {self.run.env_id}"
+            tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
+        self.first_step = first_step
+        self.recent_returns.extend(recent_returns)
+        self.start_time = time.time()
+        self.bar: Any = tqdm(initial=first_step, total=self.total, unit=" steps", disable=quiet)
+        # The class is looked up only now, because W&B has replaced it in its module.
+        self.writer = writer or event_file_writer.EventFileWriter(str(self.folder), flush_secs=1)
+
+    def begin(self, init) -> State:
+        """Begins the run: the State of `init()`."""
+        for flag in ("resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"):
+            if getattr(self.run, flag) != getattr(Run, flag):
+                need(flag)
+        tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
+        self.open(first_step=0)
+        return init()
+
+    def saves_on_error(self, envs, step: int, learned=None):
+        """In `with`: if the environments fail, nothing is saved here."""
+        return nullcontext()
+
+    def end_iteration(self, end: int, state: State, params, metrics: dict, rollout: Step) -> bool:
+        """Logs what is due at step `end`. Returns whether the run is over."""
+        self.count_episodes(rollout)
+        is_last = end >= self.total or len(self.stop) > 0
+        if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
+            self.add_metrics(end, metrics)
+        return is_last
+
+    def count_episodes(self, rollout: Step):
+        """Keeps the returns and lengths of the episodes that end in a rollout."""
+        done = rollout.terminated | rollout.truncated
+        for reward, valid, over in zip(rollout.reward, rollout.valid, done, strict=True):
+            self.unfinished += reward, valid
+            if over.any():
+                self.ended.extend(self.unfinished[:, over].T)
+                self.unfinished[:, over] = 0
+
+    def add_metrics(self, step: int, metrics: dict):
+        """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
+        speed = (step - self.first_step) / (time.time() - self.start_time)
+        metrics = metrics | {"charts/SPS": speed}
+        if self.ended:
+            returns, lengths = np.transpose(self.ended)
+            metrics["charts/episodic_return"] = returns.mean()
+            metrics["charts/episodic_length"] = lengths.mean()
+            self.recent_returns.extend(returns)
+            self.ended.clear()
+        self.write(step, metrics)
+        progress = f"return {self.mean_return():.2f}"
+        if self.bar.disable and is_due(self.total // 20, self.bar.n, step):
+            print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
+        self.bar.n = step
+        self.bar.set_postfix_str(progress)
+
+    def write(self, step: int, metrics: dict, wall_time: float = 0):
+        """Adds a point to each chart whose number is finite."""
+        event = Event(wall_time=wall_time or time.time(), step=step)
+        for tag, x in metrics.items():
+            if math.isfinite(x):
+                event.summary.value.add(tag=tag, simple_value=x)
+        self.writer.add_event(event)  # one event for all charts is fastest
+
+    def mean_return(self) -> float:
+        """The mean return of the last 100 episodes, NaN before the first."""
+        return float(np.mean(self.recent_returns or np.nan))
+
+    def __exit__(self, *error):
+        if self.writer:
+            self.writer.close()
+
+
 def train(args: Args, run: Run, stop: list | None = None):
-    """Trains to the end, or until `stop` has an item: the State, mean returns, the folder."""
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # `act` takes a third of the time
-    alg, is_jax_env = make_algorithm(args, run)
+    """Trains until total_timesteps, or until `stop` has an item.
+
+    Returns the State, the mean returns [num_seeds] of the last episodes, and the run's folder.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # with it `act` takes 3 times as long
     stop = [] if stop is None else stop
-    if is_jax_env or run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
-        import compiled
-
-        return compiled.train(alg, run, sys.modules[__name__], stop)
-    total = args.total_timesteps
-    init_key, act_key, learn_key = jax.random.split(jax.random.PRNGKey(run.seed), 3)
-    state, log = start(alg, run, partial(jax.jit(alg.init), init_key), stop)
-    params = jax.tree.map(jnp.copy, alg.policy_params(state))  # not overwritten with the state
-    train_step = jax.jit(alg.train_step, donate_argnums=0)  # the new state overwrites the old one
-    envs = make_envs(args, run, args.num_envs, training=True)
-    observation, _ = envs.reset(seed=int(jax.random.fold_in(init_key, log.begin)[0]) // 4)
-    memory = no_memory(alg, args.num_envs)
-    env_state = (observation, memory, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
-    learning = ahead = None  # the update in the thread, and the rollout collected meanwhile
-
-    def collect(step: int):
-        try:
-            return collect_rollout(alg, envs, params, env_state, act_key, step)
-        except Exception as error:
-            if log.saver:
-                log.saver.on_error(error, envs, step, learning, log.recent_returns)
-            raise
-
-    with closing(envs), closing(log.saver or log.writer), ThreadPoolExecutor(1) as learner:
-        if log.begin >= total:  # a complete run is only evaluated
-            evaluate_agent(alg, run, params, log.begin, log, stop)
-        for step in range(log.begin, total, alg.steps_per_iteration):
-            end = step + alg.steps_per_iteration
-            rollout, env_state, charts = ahead or collect(step)
-            learning = learner.submit(train_step, state, rollout, env_state[0], learn_key, step)
-            ahead = collect(end) if alg.collects_while_learning and end < total else None
-            if log.saver:
-                log.saver.check_rollout(rollout, step)
-            state, params, metrics = learning.result()
-            # Insert your own code here: `state` is complete, and no thread is running.
-            is_last = end >= total or len(stop) > 0
-            for tag, numbers in charts.items():
-                log.scalars[tag] += numbers
-            if is_last or is_due(run.log_interval, step, end):
-                log.add_metrics(end, metrics)
-                if not all(np.isfinite(x).all() for x in jax.tree.leaves(params)):
-                    raise FloatingPointError(f"{log.folder}: diverged, parameters are not finite")
-                if log.saver:
-                    log.saver.write_experience(state)
-            if log.saver and (is_last or is_due(run.checkpoint_interval, step, end)):
-                log.saver.save(end, state, params, log.recent_returns)
-            if is_last and stop:  # a later signal ends the next iteration, which is saved
-                break
-            if is_last or is_due(run.eval_interval, step, end):
-                evaluate_agent(alg, run, params, end, log, stop)
-    return state, np.array([np.mean(log.recent_returns or np.nan)]), log.folder
+    name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**3}"
+    folder = Path(run.resume or "runs/" + re.sub("[/:]", "-", name)).absolute()
+    if cleanreplay:
+        cleanreplay.usage.check(args, run)
+    make_more = partial(make_envs, args, run)
+    with closing(make_more(1)) as envs:
+        make_agent = partial(Agent, args, envs.single_observation_space, envs.single_action_space)
+        jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(envs, run)
+    if jax_env:
+        script = (make_agent, make_more, Log, __file__)
+        return cleanreplay.compiled.train(*script, jax_env, run, folder, stop)
+    agent = make_agent()
+    log: Any = Log(agent, run, folder, stop)
+    if cleanreplay:
+        log = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
+    with log, closing(make_more(args.num_envs, training=True)) as envs:
+        state = train_loop(agent, envs, log, jax.random.PRNGKey(run.seed))
+    return state, np.array([log.mean_return()]), folder
 
 
 def main():
     """The command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
     Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
-    what = "\n\n".join(__doc__.split("\n\n")[:2])  # the paper, and two commands
+    what = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # the paper, and two commands
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
     stop: list[int] = []
     try:
         run, args = parse()
-        if Path(__file__).with_name("usage.py").exists():
-            import usage
-
-            run, args = usage.prepare(Flags(run, args), parse)
+        if cleanreplay:
+            run, args = cleanreplay.usage.prepare(Flags(run, args), parse)
         _, returns, folder = train(args, run, stop)
-    except (UsageError, ImportError, OSError, FloatingPointError) as error:
-        if hasattr(error, "from_environment"):
-            raise
+    except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
     print(f"{folder}: mean return of the last episodes {np.mean(returns):.2f}")

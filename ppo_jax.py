@@ -3,16 +3,8 @@
     python ppo_jax.py --env-id CartPole-v1 --num-envs 64
     python ppo_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10
 
-In each iteration N environments take S steps, and then the agent learns:
-
-    for each iteration:                                                     # train
-        for each of S steps:                                                # collect_rollout
-            action, memory = act(params, observation, memory, key, step)
-            observation, reward, terminated, truncated, info = envs.step(action)
-        state, params, metrics = train_step(state, rollout, next_observation, key, step)
-        when due: add_metrics, save, evaluate_agent
-
-An environment that is written in JAX is compiled together with the learning: see compiled.py.
+Read `train_loop` first: N environments take S steps in `collect_rollout`, then the agent learns
+from them. If the environment is written in JAX, cleanreplay/compiled.py makes one program of both.
 
 Advantages of Schulman et al. 2016, arXiv 1506.02438, and the details of Huang et al. 2022. Differs:
 if a time limit truncates an episode, its advantages bootstrap; running statistics change between
@@ -25,11 +17,11 @@ import re
 import sys
 import time
 import warnings
-from collections import defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections import deque
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,16 +32,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from gymnasium.error import Error as UsageError
 from gymnasium.spaces import Box
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from gymnasium.vector import AutoresetMode
 from jax import Array
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
 import buffers
+
+if find_spec("cleanreplay"):  # saves, resumes, evaluates, sees images, compiles the loop
+    import cleanreplay
+    from cleanreplay import UsageError
+else:  # this file and buffers.py alone train and log
+    cleanreplay: Any = None  # type: ignore[no-redef]
+
+    class UsageError(Exception):  # type: ignore[no-redef]
+        """A mistake of the user, which the command line prints as one line."""
+
 
 Choice = Literal["auto", "yes", "no"]
 
@@ -98,13 +98,11 @@ class ActorCritic(nn.Module):
                 x = nn.tanh(dense(x, width, 2**0.5))
             return x
 
-        actor = critic = None
-        if x.dtype in (jnp.uint8, bool) and x.ndim > 2:
-            import images
-
-            if images.are_images(x):
-                actor = critic = images.cnn(x, nn.initializers.orthogonal(2**0.5))
-        if actor is None:
+        if cleanreplay and cleanreplay.images.are_images(
+            x
+        ):  # the actor and the critic share what they see
+            actor = critic = cleanreplay.images.cnn(x, nn.initializers.orthogonal(2**0.5))
+        else:
             x = x.reshape(len(x), -1).astype(jnp.float32)
             actor = mlp(x)
             critic = mlp(x)
@@ -121,7 +119,7 @@ class Step(NamedTuple):
 
     An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
 
-        observation   s0     s1     s2     t0     The row of s2 only resets the environment: its
+        observation   s0     s1     s2     t0     The step at s2 only resets the environment: its
         terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
         valid         True   True   False  True   is learned from it.
     """
@@ -131,8 +129,7 @@ class Step(NamedTuple):
     reward: Any
     terminated: Any  # the episode ended by itself
     truncated: Any  # a time limit cut the episode off
-    valid: Any
-    memory: Any = ()  # of the agent, before the step; this one has none
+    valid: Any  # False if the step only resets
 
 
 class RunningMeanStd(NamedTuple):
@@ -144,7 +141,7 @@ class RunningMeanStd(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything that learning changes."""
+    """All that training changes, and so all that a checkpoint must hold."""
 
     params: Any
     opt_state: optax.OptState
@@ -164,24 +161,19 @@ class Batch(NamedTuple):
     advantage: Array
 
 
-def masked_mean(x, mask):
-    """Mean [...] of the rows of x [B, ...] whose mask [B] is set, 0 if there are none."""
-    rows = jnp.maximum(mask.sum(), 1)
-    mask = mask.reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.where(mask, x, 0.0).sum(axis=0) / rows
-
-
 def masked_var(x, mask):
-    """Variance [...] of the same rows."""
-    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+    """Variances [...] of x [..., B] where `mask` [B] is set."""
+    mean = buffers.masked_mean(x, mask)
+    return buffers.masked_mean((x - mean[..., None]) ** 2, mask)
 
 
 def update_rms(stats: RunningMeanStd, x, mask) -> RunningMeanStd:
-    """Adds the rows of x [B, ...] whose mask [B] is set: Chan et al. 1979."""
+    """Updates the statistics with x [B, ...] where `mask` [B] is set: Chan et al. 1979."""
+    x = jnp.moveaxis(x, 0, -1)
     rows = mask.sum()
     num_rows = stats.num_rows + rows
     weight = rows / jnp.maximum(num_rows, 1)
-    delta = masked_mean(x, mask) - stats.mean
+    delta = buffers.masked_mean(x, mask) - stats.mean
     within = (1 - weight) * stats.var + weight * masked_var(x, mask)
     between = weight * (1 - weight) * delta**2
     return RunningMeanStd(stats.mean + weight * delta, within + between, num_rows)
@@ -235,16 +227,20 @@ def gae(rollout: Step, value, next_value, gamma: float, gae_lambda: float):
 
 
 class PPO:
-    """The algorithm, as pure functions of a `State`."""
+    """The algorithm, as pure functions of a `State`.
 
-    collects_while_learning = False  # a rollout is collected with the newest parameters
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py.
+    """
 
-    def __init__(self, args: Args, observation_space, action_space):
+    def __init__(
+        self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
+    ):
         is_vector = isinstance(action_space, Box) and len(action_space.shape) == 1
         self.is_box = is_vector and np.issubdtype(action_space.dtype, np.floating)
         if not self.is_box and not isinstance(action_space, gym.spaces.Discrete):
             raise UsageError(f"PPO takes Discrete actions or a Box [A] of floats: {action_space}")
         self.args = args
+        self.shard_batch = shard_batch
         self.action_space = action_space
         self.rollout_shape = (args.num_steps, args.num_envs)
         self.steps_per_iteration = args.num_envs * args.num_steps
@@ -255,11 +251,11 @@ class PPO:
         dtype = observation_space.dtype if has_image_dtype else np.float32
         observation = np.zeros(observation_space.shape, dtype)
         action = np.zeros(num_actions, np.float32) if self.is_box else np.int32(0)
-        self.example_step = Step(observation, action, np.float32(0), *[np.False_] * 3)
+        flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
+        self.example_step = Step(observation, action, np.float32(0), **flags)
         if args.normalize_observations == "yes" and dtype != np.float32 and observation.ndim > 1:
             raise UsageError("normalize_observations takes no images: the network scales them")
         self.network: Any = ActorCritic(num_actions, self.is_box, args.hidden_sizes)
-        self.shard_batch = lambda batch: batch  # compiled.py may split a batch over devices
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def optimizer(self, learning_rate):
@@ -295,25 +291,20 @@ class PPO:
         """The part of a state that `act` needs."""
         return state.params, state.obs_rms
 
-    def act(self, params, observation, memory=(), key=None, step=0):
-        """Actions [N] or [N, A]: drawn from the policy with a key, its mode without one.
-
-        And the memory, which this agent has none of.
-        """
+    def act(self, params, observation, key=None, step=0):
+        """Chooses actions [N] or [N, A]: draws from the policy if there is a key, or its mode."""
         network_params, obs_rms = params
         output, _ = self.network.apply(network_params, normalize(observation, obs_rms))
         if key is not None:
             # 0 * output: the draw waits for the output, or XLA starts a thread, which takes longer.
             key = jax.random.fold_in(key, step + jnp.int32(0 * output[0, 0]))
         if not self.is_box:
-            is_greedy = key is None
-            action = jnp.argmax(output, -1) if is_greedy else jax.random.categorical(key, output)
-            return action, memory
+            return jnp.argmax(output, -1) if key is None else jax.random.categorical(key, output)
         action, log_std = jnp.split(output, 2, axis=-1)
         if key is not None:
             noise = jax.random.normal(key, action.shape, action.dtype)
             action = action + jnp.exp(log_std) * noise
-        return action, memory
+        return action
 
     def to_env_action(self, action):
         """The environment's actions: -1 to 1 covers a bounded Box. The loss uses `action`."""
@@ -324,6 +315,14 @@ class PPO:
             fraction = 0.5 * (action + 1)
             action = box.low * (1 - fraction) + box.high * fraction
         return action.clip(box.low, box.high)
+
+    def policy(self, params, key=None):
+        """A function from NumPy observations [N, ...] to the environment's actions [N, ...]."""
+
+        def policy(observation, step=0):
+            return self.to_env_action(np.asarray(self.act(params, observation, key, step)))
+
+        return policy
 
     def normalize_rewards(self, state: State, rollout: Step) -> tuple[State, Step]:
         """Divides rewards by the standard deviation of the discounted return so far."""
@@ -346,7 +345,8 @@ class PPO:
         advantage = batch.advantage
         if args.norm_adv:
             std = masked_var(advantage, batch.valid) ** 0.5
-            advantage = (advantage - masked_mean(advantage, batch.valid)) / (std + 1e-8)
+            mean = buffers.masked_mean(advantage, batch.valid)
+            advantage = (advantage - mean) / (std + 1e-8)
         log_ratio = log_prob - batch.log_prob
         ratio = jnp.exp(log_ratio)
         clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
@@ -359,8 +359,8 @@ class PPO:
         approx_kl = ratio - 1 - log_ratio
         is_clipped = jnp.abs(ratio - 1) > args.clip_coef
         # Averaged together, because many small reductions cost as much as the gradient.
-        rows = [policy_loss, value_loss, entropy, -log_ratio, approx_kl, is_clipped]
-        means = masked_mean(jnp.stack(rows, axis=-1), batch.valid)
+        all_of_them = [policy_loss, value_loss, entropy, -log_ratio, approx_kl, is_clipped]
+        means = buffers.masked_mean(jnp.stack(all_of_them), batch.valid)
         policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac = means
         loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
         return loss, {
@@ -389,7 +389,7 @@ class PPO:
             train_state, stopped = carry
             new_train_state, metrics = jax.lax.scan(gradient_step, train_state, minibatches)
             metrics = jax.tree.map(jnp.mean, metrics)
-            # A scan cannot be left: epochs after the policy went too far are thrown away.
+            # A scan cannot be left: once max_kl was exceeded, what later epochs learn is discarded.
             train_state = jax.tree.map(partial(jnp.where, stopped), train_state, new_train_state)
             stops = stopped | (metrics["losses/approx_kl"] > max_kl)
             return (train_state, stops), (stopped, metrics)
@@ -404,13 +404,17 @@ class PPO:
         params, opt_state = train_state
         return state._replace(params=params, opt_state=opt_state), metrics
 
-    def train_step(self, state: State, rollout: Step, next_observation, key, step):
-        """Learns from the rollout [S, N] that began at `step`: State, `act`'s params, metrics."""
+    def train_step(self, state: State, rollout: Step, key, step, next_observation):
+        """Learns from the rollout [S, N] that began at `step`, and that next_observation follows.
+
+        Returns the State, the parameters to act with, and the metrics.
+        """
         args = self.args
         if args.clip_rewards:
             rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state, rollout = self.normalize_rewards(state, rollout)
         # s' is the s of the next row, also at the end of an episode.
+        next_observation = jnp.asarray(next_observation, rollout.observation.dtype)
         observations = jnp.concatenate([rollout.observation, next_observation[None]])
         observations = observations.reshape(-1, *observations.shape[2:])
         normalized = normalize(observations, state.obs_rms)
@@ -436,13 +440,51 @@ class PPO:
         return state, self.policy_params(state), metrics
 
 
-Algorithm = PPO
+def collect_rollout(agent: PPO, envs, params, env_state: tuple, key, step: int):
+    """Takes S steps in N environments: Steps [S, N, ...], and the next `env_state`."""
+    observation, valid = env_state
+    num_steps, num_envs = agent.rollout_shape
+    example = agent.example_step
+    rollout = Step(*[np.empty((num_steps, num_envs, *x.shape), x.dtype) for x in example])
+    for t in range(num_steps):
+        observation = np.array(observation, example.observation.dtype)  # `envs` may overwrite it
+        action = np.asarray(agent.act(params, observation, key, step + t * num_envs))
+        env_action = agent.to_env_action(action)
+        next_observation, reward, terminated, truncated, info = envs.step(env_action)
+        now = Step(observation, action, reward, terminated, truncated, valid)
+        for rows, x in zip(rollout, now, strict=True):
+            rows[t] = x
+        observation = next_observation
+        valid = ~(rollout.terminated[t] | rollout.truncated[t])
+    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
+    return rollout, (observation, valid)
+
+
+def train_loop(agent: PPO, envs, log, key) -> State:
+    """Collects a rollout and learns from it, again and again. Returns the State at the end."""
+    init_key, act_key, learn_key = jax.random.split(key, 3)
+    state = log.begin(partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    params = agent.policy_params(state)
+    train_step = jax.jit(agent.train_step)
+    env_state = reset(envs, init_key, log.first_step)
+
+    for step in range(log.first_step, log.total, agent.steps_per_iteration):
+        with log.saves_on_error(envs, step):
+            rollout, env_state = collect_rollout(agent, envs, params, env_state, act_key, step)
+        state, params, metrics = train_step(state, rollout, learn_key, step, env_state[0])
+        # Insert your own code here.
+        end = step + agent.steps_per_iteration
+        is_over = log.end_iteration(end, state, params, metrics, rollout)
+        if is_over:
+            break
+    return state
+
+
+Agent = PPO
 ENV_ID = "CartPole-v1"  # of a run without --env-id
 
 
-# === common to all scripts ===
-
-EVALUATION: dict = {"episodic_return": np.mean, "median": np.median, "min": np.min, "max": np.max}
+# === the same in all scripts ===
 
 
 @dataclass(frozen=True)
@@ -468,48 +510,16 @@ class Run:
     track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
 
 
-class Log:
-    """What a run logs to TensorBoard, shows and keeps."""
-
-    def __init__(self, folder: Path, flags: dict, saver=None, quiet: bool | None = None):
-        self.folder = folder
-        self.saver = saver  # what checkpoints.py keeps of the run, or None without it
-        self.begin = saver.begin if saver else 0  # the step of the start or the resume
-        self.start_time = time.time()
-        self.scalars: dict = defaultdict(list)  # numbers whose means are logged next
-        self.recent_returns = deque(saver.recent_returns if saver else (), maxlen=100)
-        total = flags["total_timesteps"]
-        self.bar: Any = tqdm(initial=self.begin, total=total, unit=" steps", disable=quiet)
-        self.writer = event_file_writer.EventFileWriter(str(folder), flush_secs=1)  # W&B patches it
-        if saver:
-            saver.write_header(self.writer, flags)
-
-    def add_scalars(self, step: int, scalars: dict, wall_time: float = 0):
-        """Adds a point to each chart, but no NaN, and to no loss if there was no gradient step."""
-        learned = scalars.get("charts/gradient_steps", 1) > 0
-        event = Event(wall_time=wall_time or time.time(), step=step)
-        for tag, x in scalars.items():
-            if not math.isnan(x) and (learned or not tag.startswith("losses/")):
-                event.summary.value.add(tag=tag, simple_value=x)
-        self.writer.add_event(event)  # one event for all charts is fastest
-
-    def add_metrics(self, step: int, metrics: dict):
-        """Logs metrics, the means of `scalars` and the speed, and shows the progress."""
-        self.recent_returns.extend(self.scalars["charts/episodic_return"])
-        means = {tag: np.mean(values) for tag, values in self.scalars.items() if values}
-        self.scalars.clear()
-        speed = (step - self.begin) / (time.time() - self.start_time)
-        self.add_scalars(step, metrics | means | {"charts/SPS": speed})
-        progress = f"return {np.mean(self.recent_returns or np.nan):.2f}"
-        if self.bar.disable and is_due(self.bar.total // 20, self.bar.n, step):
-            print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
-        self.bar.n = step
-        self.bar.set_postfix_str(progress)
+def need(what: str) -> Any:
+    """The package cleanreplay, for something that cannot do without it."""
+    if cleanreplay is None:
+        raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
+    return cleanreplay
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
-    """N environments that are stepped together. Add wrappers of a single one to the list."""
-    wrappers: list = []  # such as gym.wrappers.TimeAwareObservation
+    """Makes N environments that are stepped together."""
+    wrappers: list = []  # of a single environment, such as gym.wrappers.TimeAwareObservation
     kwargs = json.loads(run.env_kwargs)
     if video_folder:
         kwargs["render_mode"] = "rgb_array"
@@ -519,138 +529,27 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
         mode = "sync" if wrappers else None
     how = {"context": "forkserver"} if mode == "async" else None  # a fork of JAX can hang
     make = partial(gym.make_vec, run.env_id, num_envs, wrappers=wrappers, **kwargs)
+    warnings.filterwarnings("ignore", ".*AutoresetMode")  # the mode is checked below
     envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
-    # Gymnasium's own vector versions are slow for few environments; those in JAX lose transitions.
+    # Gymnasium's own vector versions are slow for few environments. It steps those written in JAX
+    # wrongly: where one resets, all others stand still.
     is_toy = type(envs.unwrapped).__module__.startswith("gymnasium.envs.") and num_envs < 4
     if mode is None and (is_toy or hasattr(envs.unwrapped, "func_env")):
         envs = make(vectorization_mode="sync")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
-        raise UsageError(f"{run.env_id}: its autoreset_mode must be NEXT_STEP")
-    if args.frame_stack > 1 or not isinstance(envs.single_observation_space, Box):
-        import images
-
-        envs = images.wrap(envs, args.frame_stack)
+        raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
+    space = envs.single_observation_space
+    is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
+    if args.frame_stack > 1 or not is_vector:
+        envs = need("images, frame_stack or no Box").images.wrap(envs, args.frame_stack)
     return envs
 
 
-def make_algorithm(args: Args, run: Run) -> tuple[Algorithm, bool]:
-    """The algorithm, and whether compiled.py trains it: if the environment is written in JAX."""
-    warnings.filterwarnings("ignore", ".*AutoresetMode")  # which `make_envs` checks
-    if Path(__file__).with_name("usage.py").exists():
-        import usage
-
-        usage.check(args, run)
-    with closing(make_envs(args, run, 1)) as envs:
-        alg = Algorithm(args, envs.single_observation_space, envs.single_action_space)
-    if run.capture_video:
-        import images
-
-        images.check_video(partial(make_envs, args, run, 1), envs.single_observation_space)
-    env = envs.unwrapped.envs[0] if isinstance(envs.unwrapped, SyncVectorEnv) else envs.unwrapped
-    while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):  # compiled.py needs none
-        env = env.env
-    is_jax_env = hasattr(env, "func_env") and isinstance(env.observation_space, Box)
-    return alg, is_jax_env and run.vectorization == "auto"
-
-
-def no_memory(alg: Algorithm, num_envs: int) -> tuple:
-    """Arrays [N, ...] of zeros, the memory at the start of an episode; () of an agent without."""
-    return tuple([np.zeros((num_envs, *x.shape), x.dtype) for x in alg.example_step.memory])
-
-
-def keep_memory(memory: tuple, valid) -> tuple:
-    """The memory after a step, zeros where the step only reset, that is, was not valid [N]."""
-    return tuple([(np.asarray(x).T * valid).T for x in memory])
-
-
-def collect_rollout(alg: Algorithm, envs, params, env_state: tuple, key, step: int):
-    """Takes S steps in N environments: Steps [S, N, ...], the next `env_state`, the charts."""
-    observation, memory, valid, unfinished = env_state  # unfinished [2, N]: return and length
-    shape = alg.rollout_shape
-    rollout = jax.tree.map(lambda x: np.empty(shape + x.shape, x.dtype), alg.example_step)
-    charts: dict = defaultdict(list)  # numbers whose means are logged
-    for t in range(shape[0]):
-        rollout.observation[t] = observation
-        for rows, x in zip(rollout.memory, memory, strict=True):
-            rows[t] = x
-        now = step + t * shape[1]
-        action, memory = alg.act(params, rollout.observation[t], memory, key, now)
-        memory = keep_memory(memory, valid)
-        rollout.action[t] = action
-        env_action = alg.to_env_action(rollout.action[t])
-        observation, reward, terminated, truncated, info = envs.step(env_action)
-        rollout.reward[t] = reward
-        rollout.terminated[t] = terminated
-        rollout.truncated[t] = truncated
-        rollout.valid[t] = valid
-        valid = ~(rollout.terminated[t] | rollout.truncated[t])
-    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
-    sums = np.cumsum([rollout.reward, rollout.valid], axis=1, dtype=float) + unfinished[:, None]
-    for t, env in np.argwhere(rollout.terminated | rollout.truncated):
-        charts["charts/episodic_return"].append(sums[0, t, env])
-        charts["charts/episodic_length"].append(sums[1, t, env])
-        sums[:, t:, env] -= sums[:, t, env, None]  # the next episode begins at 0
-    observation = np.array(observation, rollout.observation.dtype)
-    return rollout, (observation, memory, valid, sums[:, -1]), charts
-
-
-def evaluate(alg: Algorithm, run: Run, params, episodes: int, video_folder: str = "", stop=()):
-    """The returns [episodes] of one episode in each of as many environments."""
-    returns = np.zeros(episodes)
-    over = np.zeros(episodes, bool)
-    dtype = alg.example_step.observation.dtype
-    key = jax.random.fold_in(jax.random.PRNGKey(run.seed), 2**31)  # no training has such a step
-    act_key = key if run.eval_explores else None
-    with closing(make_envs(alg.args, run, episodes, video_folder)) as envs:
-        observation, _ = envs.reset(seed=int(key[0]) // 4)
-        memory = no_memory(alg, episodes)
-        for step in range(alg.args.total_timesteps, alg.args.total_timesteps + run.eval_max_steps):
-            observation = np.asarray(observation, dtype)
-            action, memory = alg.act(params, observation, memory, act_key, step)
-            action = alg.to_env_action(np.asarray(action))
-            observation, reward, terminated, truncated, _ = envs.step(action)
-            returns += np.where(over, 0, reward)
-            over |= terminated | truncated
-            if over.all() or stop:
-                break
-    return returns
-
-
-def load_policy(folder: Path | str):
-    """The best agent of a run, as a function from observations [N, ...] to actions [N, ...]."""
-    import checkpoints
-
-    return checkpoints.load_policy(folder, sys.modules[__name__])
-
-
-def start(alg: Algorithm, run: Run, init, stop: list, now: int = 0, quiet: bool | None = None):
-    """Begins a run with the State of `init()`, or resumes one. Returns its State and its Log."""
-    name = f"{run.env_id}__{run.exp_name}__{run.seed}__{now or time.time_ns() // 10**3}"
-    folder = Path(run.resume or "runs/" + re.sub("[/:]", "-", name)).absolute()
-    saver = None
-    if Path(__file__).with_name("checkpoints.py").exists():
-        import checkpoints
-
-        saver, state = checkpoints.open_run(alg, run, folder, init, stop)
-    else:
-        tqdm.write("nothing is saved, because checkpoints.py is not beside the script")
-        state = init()
-    tqdm.write(f"{folder}: {alg.args.num_envs} x {run.env_id}, {jax.devices()[0].device_kind}")
-    return state, Log(folder, vars(run) | vars(alg.args), saver, quiet)
-
-
-def evaluate_agent(alg: Algorithm, run: Run, params, step: int, log: Log, stop):
-    """Logs the returns of an evaluation, keeps the best agent, and records a video."""
-    if run.eval_episodes > 0:
-        returns = evaluate(alg, run, params, run.eval_episodes, stop=stop)
-        if stop:
-            return  # it was interrupted
-        tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
-        log.add_scalars(step, {f"eval/{name}": f(returns) for name, f in EVALUATION.items()})
-        if log.saver:
-            log.saver.save_if_best(step, params, returns.mean())
-    if run.capture_video:
-        evaluate(alg, run, params, 1, f"{log.folder}/videos/{step}", stop)
+def reset(envs, key, step: int):
+    """Starts an episode in each environment: observations, and the valid [N] of the next step."""
+    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
+    observation, _ = envs.reset(seed=seed)
+    return observation, np.ones(envs.num_envs, bool)
 
 
 def is_due(interval: int, step: int, end: int) -> bool:
@@ -658,80 +557,139 @@ def is_due(interval: int, step: int, end: int) -> bool:
     return interval > 0 and end // interval > step // interval
 
 
+class Log(AbstractContextManager):
+    """The charts of a run in TensorBoard, and its progress.
+
+    `cleanreplay.experiment.Experiment` has the same methods, and also saves, resumes and evaluates.
+    """
+
+    def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
+        self.run = run
+        self.folder = folder
+        self.stop = stop  # has an item if the run is to end
+        self.first_step = 0
+        self.total = agent.args.total_timesteps
+        self.steps_per_iteration = agent.steps_per_iteration
+        self.unfinished = np.zeros((2, agent.args.num_envs))  # return and length of each episode
+        self.ended: list = []  # returns and lengths of the episodes that are to be logged
+        self.recent_returns: deque = deque(maxlen=100)
+        self.writer: Any = None
+
+    def open(self, first_step: int, recent_returns=(), quiet: bool | None = None, writer=None):
+        """Begins the charts and the bar of progress. A run that is resumed has a `first_step`."""
+        if not quiet:
+            where = f"{self.unfinished.shape[1]} x {self.run.env_id}"
+            tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
+        self.first_step = first_step
+        self.recent_returns.extend(recent_returns)
+        self.start_time = time.time()
+        self.bar: Any = tqdm(initial=first_step, total=self.total, unit=" steps", disable=quiet)
+        # The class is looked up only now, because W&B has replaced it in its module.
+        self.writer = writer or event_file_writer.EventFileWriter(str(self.folder), flush_secs=1)
+
+    def begin(self, init) -> State:
+        """Begins the run: the State of `init()`."""
+        for flag in ("resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"):
+            if getattr(self.run, flag) != getattr(Run, flag):
+                need(flag)
+        tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
+        self.open(first_step=0)
+        return init()
+
+    def saves_on_error(self, envs, step: int, learned=None):
+        """In `with`: if the environments fail, nothing is saved here."""
+        return nullcontext()
+
+    def end_iteration(self, end: int, state: State, params, metrics: dict, rollout: Step) -> bool:
+        """Logs what is due at step `end`. Returns whether the run is over."""
+        self.count_episodes(rollout)
+        is_last = end >= self.total or len(self.stop) > 0
+        if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
+            self.add_metrics(end, metrics)
+        return is_last
+
+    def count_episodes(self, rollout: Step):
+        """Keeps the returns and lengths of the episodes that end in a rollout."""
+        done = rollout.terminated | rollout.truncated
+        for reward, valid, over in zip(rollout.reward, rollout.valid, done, strict=True):
+            self.unfinished += reward, valid
+            if over.any():
+                self.ended.extend(self.unfinished[:, over].T)
+                self.unfinished[:, over] = 0
+
+    def add_metrics(self, step: int, metrics: dict):
+        """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
+        speed = (step - self.first_step) / (time.time() - self.start_time)
+        metrics = metrics | {"charts/SPS": speed}
+        if self.ended:
+            returns, lengths = np.transpose(self.ended)
+            metrics["charts/episodic_return"] = returns.mean()
+            metrics["charts/episodic_length"] = lengths.mean()
+            self.recent_returns.extend(returns)
+            self.ended.clear()
+        self.write(step, metrics)
+        progress = f"return {self.mean_return():.2f}"
+        if self.bar.disable and is_due(self.total // 20, self.bar.n, step):
+            print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
+        self.bar.n = step
+        self.bar.set_postfix_str(progress)
+
+    def write(self, step: int, metrics: dict, wall_time: float = 0):
+        """Adds a point to each chart whose number is finite."""
+        event = Event(wall_time=wall_time or time.time(), step=step)
+        for tag, x in metrics.items():
+            if math.isfinite(x):
+                event.summary.value.add(tag=tag, simple_value=x)
+        self.writer.add_event(event)  # one event for all charts is fastest
+
+    def mean_return(self) -> float:
+        """The mean return of the last 100 episodes, NaN before the first."""
+        return float(np.mean(self.recent_returns or np.nan))
+
+    def __exit__(self, *error):
+        if self.writer:
+            self.writer.close()
+
+
 def train(args: Args, run: Run, stop: list | None = None):
-    """Trains to the end, or until `stop` has an item: the State, mean returns, the folder."""
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # `act` takes a third of the time
-    alg, is_jax_env = make_algorithm(args, run)
+    """Trains until total_timesteps, or until `stop` has an item.
+
+    Returns the State, the mean returns [num_seeds] of the last episodes, and the run's folder.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # with it `act` takes 3 times as long
     stop = [] if stop is None else stop
-    if is_jax_env or run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
-        import compiled
-
-        return compiled.train(alg, run, sys.modules[__name__], stop)
-    total = args.total_timesteps
-    init_key, act_key, learn_key = jax.random.split(jax.random.PRNGKey(run.seed), 3)
-    state, log = start(alg, run, partial(jax.jit(alg.init), init_key), stop)
-    params = jax.tree.map(jnp.copy, alg.policy_params(state))  # not overwritten with the state
-    train_step = jax.jit(alg.train_step, donate_argnums=0)  # the new state overwrites the old one
-    envs = make_envs(args, run, args.num_envs, training=True)
-    observation, _ = envs.reset(seed=int(jax.random.fold_in(init_key, log.begin)[0]) // 4)
-    memory = no_memory(alg, args.num_envs)
-    env_state = (observation, memory, np.ones(args.num_envs, bool), np.zeros((2, args.num_envs)))
-    learning = ahead = None  # the update in the thread, and the rollout collected meanwhile
-
-    def collect(step: int):
-        try:
-            return collect_rollout(alg, envs, params, env_state, act_key, step)
-        except Exception as error:
-            if log.saver:
-                log.saver.on_error(error, envs, step, learning, log.recent_returns)
-            raise
-
-    with closing(envs), closing(log.saver or log.writer), ThreadPoolExecutor(1) as learner:
-        if log.begin >= total:  # a complete run is only evaluated
-            evaluate_agent(alg, run, params, log.begin, log, stop)
-        for step in range(log.begin, total, alg.steps_per_iteration):
-            end = step + alg.steps_per_iteration
-            rollout, env_state, charts = ahead or collect(step)
-            learning = learner.submit(train_step, state, rollout, env_state[0], learn_key, step)
-            ahead = collect(end) if alg.collects_while_learning and end < total else None
-            if log.saver:
-                log.saver.check_rollout(rollout, step)
-            state, params, metrics = learning.result()
-            # Insert your own code here: `state` is complete, and no thread is running.
-            is_last = end >= total or len(stop) > 0
-            for tag, numbers in charts.items():
-                log.scalars[tag] += numbers
-            if is_last or is_due(run.log_interval, step, end):
-                log.add_metrics(end, metrics)
-                if not all(np.isfinite(x).all() for x in jax.tree.leaves(params)):
-                    raise FloatingPointError(f"{log.folder}: diverged, parameters are not finite")
-                if log.saver:
-                    log.saver.write_experience(state)
-            if log.saver and (is_last or is_due(run.checkpoint_interval, step, end)):
-                log.saver.save(end, state, params, log.recent_returns)
-            if is_last and stop:  # a later signal ends the next iteration, which is saved
-                break
-            if is_last or is_due(run.eval_interval, step, end):
-                evaluate_agent(alg, run, params, end, log, stop)
-    return state, np.array([np.mean(log.recent_returns or np.nan)]), log.folder
+    name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**3}"
+    folder = Path(run.resume or "runs/" + re.sub("[/:]", "-", name)).absolute()
+    if cleanreplay:
+        cleanreplay.usage.check(args, run)
+    make_more = partial(make_envs, args, run)
+    with closing(make_more(1)) as envs:
+        make_agent = partial(Agent, args, envs.single_observation_space, envs.single_action_space)
+        jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(envs, run)
+    if jax_env:
+        script = (make_agent, make_more, Log, __file__)
+        return cleanreplay.compiled.train(*script, jax_env, run, folder, stop)
+    agent = make_agent()
+    log: Any = Log(agent, run, folder, stop)
+    if cleanreplay:
+        log = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
+    with log, closing(make_more(args.num_envs, training=True)) as envs:
+        state = train_loop(agent, envs, log, jax.random.PRNGKey(run.seed))
+    return state, np.array([log.mean_return()]), folder
 
 
 def main():
     """The command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
     Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
-    what = "\n\n".join(__doc__.split("\n\n")[:2])  # the paper, and two commands
+    what = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # the paper, and two commands
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
     stop: list[int] = []
     try:
         run, args = parse()
-        if Path(__file__).with_name("usage.py").exists():
-            import usage
-
-            run, args = usage.prepare(Flags(run, args), parse)
+        if cleanreplay:
+            run, args = cleanreplay.usage.prepare(Flags(run, args), parse)
         _, returns, folder = train(args, run, stop)
-    except (UsageError, ImportError, OSError, FloatingPointError) as error:
-        if hasattr(error, "from_environment"):
-            raise
+    except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
     print(f"{folder}: mean return of the last episodes {np.mean(returns):.2f}")

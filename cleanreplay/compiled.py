@@ -1,7 +1,7 @@
 """Training in environments written in JAX: many seeds, devices and hosts in one compiled program.
 
-A script calls `train` of this module if its environment is a `FuncEnv` of Gymnasium, that is pure
-functions in JAX. Environment, replay and learning become one program:
+A script calls `train` of this module if `find_jax_env` finds that its environment is a `FuncEnv` of
+Gymnasium, that is pure functions in JAX. Environment, replay and learning become one program:
 
     for each agent:                                     # vmap over the seeds
         for each log entry:                             # fori_loop: Trainer.run_entries
@@ -11,29 +11,32 @@ functions in JAX. Environment, replay and learning become one program:
                 the agent learns from the S * N steps   # train_step of the algorithm
 """
 
-import json
 import math
-import os
 import signal
-import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium.error import Error as UsageError
+from gymnasium.spaces import Box
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from jax import Array
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
+
+from cleanreplay import images, processes
+from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
+from cleanreplay.errors import NotFiniteError, UsageError
+from cleanreplay.experiment import is_due, log_returns, play_episodes
+from cleanreplay.keeper import Keeper
 
 MAX_ENTRIES = 100  # log entries in one call of the compiled program
 LONG_CALL = 0.5  # seconds; calls that take less are doubled
@@ -44,7 +47,7 @@ class JaxEnvState(NamedTuple):
 
     observation: Array  # [N, ...], what the policy sees
     valid: Array  # [N] bool, False where the next step only resets
-    memory: tuple  # arrays [N, ...], of the agent
+    memory: tuple  # arrays [N, ...], of the agent; () if it has none
     inner: Any  # [N, ...], the states of the FuncEnv
     length: Array  # [N] int32, steps of the episode so far
 
@@ -56,10 +59,15 @@ class JaxEnvs:
     number of steps after which an episode is truncated, None if it is not.
     """
 
-    def __init__(self, alg: Any, func_env: Any, time_limit: int | None) -> None:
-        self.alg = alg
+    def __init__(self, agent: Agent, func_env: Any, time_limit: int | None) -> None:
+        self.agent: Any = agent  # whose `act` may take a memory
+        more = set(agent.example_step._fields) - {*STEP_FIELDS, "memory"}
+        if more:
+            where = "cleanreplay/compiled.py does not fill: give it in JaxEnvs.step"
+            raise UsageError(f"Step has {', '.join(sorted(more))}, which {where}")
+        self.has_memory = takes(agent.act, "memory")
         self.time_limit = time_limit or np.iinfo(np.int32).max
-        self.dtype = alg.example_step.observation.dtype
+        self.dtype = agent.example_step.observation.dtype
         self.initial = jax.vmap(func_env.initial)
         self.transition = jax.vmap(func_env.transition)
         self.observation = jax.vmap(func_env.observation)
@@ -73,7 +81,7 @@ class JaxEnvs:
         `valid` [N], only the newest frame belongs to the episode.
         """
         frame = self.observation(inner, keys).astype(self.dtype)
-        if self.alg.args.frame_stack == 1:
+        if self.agent.args.frame_stack == 1:
             return frame
         valid = jnp.expand_dims(valid, range(1, stack.ndim))
         older = jnp.where(valid, stack[:, 1:], 0)
@@ -83,10 +91,9 @@ class JaxEnvs:
         """Starts an episode in each environment."""
         keys = jax.random.split(key, num_envs)
         inner = self.initial(keys)
-        stack = jnp.zeros((num_envs, *self.alg.example_step.observation.shape), self.dtype)
+        stack = jnp.zeros((num_envs, *self.agent.example_step.observation.shape), self.dtype)
         observation = self.observe(stack, jnp.zeros(num_envs, bool), inner, keys)
-        example = self.alg.example_step.memory
-        memory = tuple(jnp.zeros((num_envs, *x.shape), x.dtype) for x in example)
+        memory = self.agent.no_memory(num_envs) if self.has_memory else ()
         length = jnp.zeros(num_envs, jnp.int32)
         return JaxEnvState(observation, jnp.ones(num_envs, bool), memory, inner, length)
 
@@ -100,23 +107,29 @@ class JaxEnvs:
         """
         step, keys, starts = inputs
         valid = state.valid
-        action, memory = self.alg.act(params, state.observation, state.memory, act_key, step)
-        action = action.astype(self.alg.example_step.action.dtype)
-        env_action = self.alg.to_env_action(action)
+        if self.has_memory:
+            inputs = (state.observation, state.memory, act_key, step)
+            action, memory = self.agent.act(params, *inputs)
+            stored = {"memory": state.memory}
+        else:
+            action = self.agent.act(params, state.observation, act_key, step)
+            memory, stored = (), {}
+        action = action.astype(self.agent.example_step.action.dtype)
+        env_action = self.agent.to_env_action(action)
         after = self.transition(state.inner, env_action, keys)
         reward = self.reward(state.inner, env_action, after, keys)
         reward = jnp.where(valid, reward, 0)
         length = jnp.where(valid, state.length + 1, 0)
         terminated = valid & self.terminal(after, keys).astype(bool)
         truncated = (length >= self.time_limit) & ~terminated
-        row = self.alg.example_step._replace(
+        row = type(self.agent.example_step)(
             observation=state.observation,
             action=action,
             reward=reward.astype(jnp.float32),
             terminated=terminated,
             truncated=truncated,
             valid=valid,
-            memory=state.memory,
+            **stored,
         )
         choose = jax.vmap(jnp.where)
         memory = tuple(choose(valid, x, jnp.zeros_like(x)) for x in memory)
@@ -126,7 +139,7 @@ class JaxEnvs:
 
     def collect(self, state: JaxEnvState, params: Any, key: Array, step: Array) -> tuple:
         """Takes S steps in each environment, from `step` on: the next state, Steps [S, N, ...]."""
-        num_steps, num_envs = self.alg.rollout_shape
+        num_steps, num_envs = self.agent.rollout_shape
         act_key, env_key = jax.random.split(key)
         keys = jax.random.split(env_key, (num_steps, num_envs))
         # A start for every step, whether it is needed or not: one call takes a tenth of the time.
@@ -143,7 +156,7 @@ class JaxEnvs:
         Returns their returns [episodes], and whether they ended [episodes] within max_steps.
         """
         max_steps = min(self.time_limit, max_steps)
-        first_step = self.alg.args.total_timesteps
+        first_step = self.agent.args.total_timesteps
         keys = jax.random.split(key, (max_steps, episodes))
         act_key = jax.random.fold_in(key, 1) if explores else None
 
@@ -166,27 +179,6 @@ class JaxEnvs:
         return returns, over
 
 
-def join_processes(how: str) -> None:
-    """Makes this process one of those that train together. Only the first one prints.
-
-    `how` is "auto", what JAX finds out by itself under SLURM, Open MPI and Kubernetes, or
-    "ADDRESS,PROCESSES,ID", such as "localhost:12345,2,0".
-    """
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it waits, Ctrl-C ends it
-    try:
-        if how == "auto":
-            jax.distributed.initialize()
-        else:
-            address, processes, own_id = how.split(",")
-            print(f"process {own_id} waits at {address} for all {processes} of them", flush=True)
-            jax.distributed.initialize(address, int(processes), int(own_id))
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"distributed: {error}") from error
-    signal.signal(signal.SIGINT, handler)
-    if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the end
-
-
 def make_mesh(num_seeds: int, num_envs: int, num_devices: int) -> Mesh:
     """The devices ["seeds", "envs"] of a run, `num_devices` of each process.
 
@@ -207,6 +199,28 @@ def make_mesh(num_seeds: int, num_envs: int, num_devices: int) -> Mesh:
     return Mesh(grid, ("seeds", "envs"))
 
 
+def find_jax_env(envs: Any, run: Any) -> Any:
+    """The environment of `envs`, of which there is one, if it is written in JAX; otherwise None.
+
+    It must have no other wrappers than those that this module replaces. UsageError if it is None
+    and flags ask for several agents, devices or processes.
+    """
+    env = envs.unwrapped.envs[0] if isinstance(envs.unwrapped, SyncVectorEnv) else envs.unwrapped
+    wrapped = env
+    while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):
+        env = env.env
+    is_jax_env = hasattr(env, "func_env") and isinstance(env.observation_space, Box)
+    if is_jax_env and run.vectorization == "auto":
+        return wrapped
+    if hasattr(wrapped.unwrapped, "func_env") and run.vectorization == "auto":
+        tqdm.write(f"{run.env_id} is not compiled, because of its wrappers or observations: {env}")
+    if run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
+        how = "start a run for each seed instead, see docs/scale.md"
+        flags = "num_seeds, num_devices, distributed"
+        raise UsageError(f"{flags}: {run.env_id} is not written in JAX; {how}")
+    return None
+
+
 class RunnerState(NamedTuple):
     """Everything that training changes. A checkpoint holds that of all agents [num_seeds, ...]."""
 
@@ -215,6 +229,14 @@ class RunnerState(NamedTuple):
     envs: JaxEnvState
     unfinished: Array  # [2, N], return and length so far of each unfinished episode
     finished: Array  # [3], number, returns and lengths of the episodes of this log entry
+
+
+class Entry(NamedTuple):
+    """What a log entry is made of, from an agent."""
+
+    metrics: dict  # of the last iteration, and means of the episodes
+    finished: Array  # [3], number, returns and lengths of the episodes
+    finite: Array  # [] bool, whether all parameters are
 
 
 def count_episodes(runner: RunnerState, rollout: Any) -> RunnerState:
@@ -233,13 +255,8 @@ def count_episodes(runner: RunnerState, rollout: Any) -> RunnerState:
     return runner._replace(unfinished=unfinished, finished=finished)
 
 
-def check_flags(args: Any, run: Any, script: Any) -> None:
-    """Raises UsageError for an ordinary environment, and what takes one process or one agent."""
-    _, is_jax_env = script.make_algorithm(args, replace(run, capture_video=False))
-    if not is_jax_env:
-        how = "start a run for each seed instead, see docs/scale.md"
-        flags = "num_seeds, num_devices, distributed"
-        raise UsageError(f"{flags}: {run.env_id} is not written in JAX; {how}")
+def check_flags(args: Any, run: Any) -> None:
+    """Raises UsageError for what takes one process or one agent."""
     if run.capture_video and jax.process_count() > 1:
         raise UsageError("capture_video: resume the run in one process for a video")
     is_alone = run.num_seeds == 1 and jax.process_count() == 1
@@ -254,22 +271,20 @@ class Trainer:
     over "envs". Everything else is replicated.
     """
 
-    def __init__(self, alg: Any, run: Any) -> None:
-        env: Any = gym.make(run.env_id, **json.loads(run.env_kwargs))
-        self.alg = alg
-        self.args = alg.args
-        self.steps_per_iteration = alg.steps_per_iteration
+    def __init__(self, make_agent: Callable[..., Any], jax_env: Any, run: Any) -> None:
+        agent: Any = make_agent(shard_batch=self.shard_batch)
+        self.agent = agent
+        self.args = agent.args
         self.run = run
-        self.envs = JaxEnvs(alg, env.unwrapped.func_env, env.spec.max_episode_steps)
-        self.iterations = math.ceil(run.log_interval / alg.steps_per_iteration)
-        self.interval = self.iterations * alg.steps_per_iteration  # steps between two log entries
+        self.envs = JaxEnvs(agent, jax_env.unwrapped.func_env, jax_env.spec.max_episode_steps)
+        self.iterations = math.ceil(run.log_interval / agent.steps_per_iteration)
+        self.interval = self.iterations * agent.steps_per_iteration  # steps between two log entries
         self.limit = 1  # log entries in one call of the compiled program
         self.max_entries = MAX_ENTRIES
-        if getattr(alg.args, "save_experience", False):  # the vault is written after each call
-            self.max_entries = min(MAX_ENTRIES, alg.args.buffer_size // self.interval)
-        self.mesh = make_mesh(run.num_seeds, alg.args.num_envs, run.num_devices)
+        if saves_experience(agent):  # the vault is written after each call
+            self.max_entries = min(MAX_ENTRIES, agent.args.buffer_size // self.interval)
+        self.mesh = make_mesh(run.num_seeds, agent.args.num_envs, run.num_devices)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        alg.shard_batch = self.shard_batch
         evaluate_all = jax.vmap(self.evaluate_one, spmd_axis_name="seeds")
         self.evaluate_all = jax.jit(evaluate_all, out_shardings=self.replicated)
         self.take_agent = jax.jit(
@@ -290,7 +305,7 @@ class Trainer:
         num_envs = self.args.num_envs
         agent_key, env_key, key = jax.random.split(jax.random.PRNGKey(seed), 3)
         return RunnerState(
-            agent=self.alg.init(agent_key),
+            agent=self.agent.init(agent_key),
             key=key,
             envs=self.envs.reset(env_key, num_envs),
             unfinished=jnp.zeros((2, num_envs)),
@@ -312,48 +327,49 @@ class Trainer:
         )
         return jax.jit(init_all, out_shardings=shardings)(seeds)
 
-    def on_resume(self, runner: RunnerState) -> RunnerState:
-        """The environments are saved, too, so their episodes go on."""
-        return runner
-
     def iterate(self, runner: RunnerState, step: Array) -> tuple[RunnerState, dict]:
         """The iteration of an agent that begins at `step`: a rollout, and learning from it."""
         rollout_key, learn_key = jax.random.split(runner.key)
-        params = self.alg.policy_params(runner.agent)
+        params = self.agent.policy_params(runner.agent)
         rollout_key = jax.random.fold_in(rollout_key, step)
         envs, rollout = self.envs.collect(runner.envs, params, rollout_key, step)
         # Replicated, or XLA would split a replay like the rollouts that it stores, and put it
         # together again for each draw.
         inputs = (rollout, envs.observation)
         rollout, observation = jax.lax.with_sharding_constraint(inputs, self.replicated)
-        agent, _, metrics = self.alg.train_step(runner.agent, rollout, observation, learn_key, step)
+        more = {}
+        if takes(self.agent.train_step, "next_observation"):
+            more["next_observation"] = observation
+        learned = self.agent.train_step(runner.agent, rollout, learn_key, step, **more)
+        agent, _, metrics, *_ = learned
         return count_episodes(runner._replace(agent=agent, envs=envs), rollout), metrics
 
-    def run_entry(self, runner: RunnerState, step: Array) -> tuple[RunnerState, dict]:
-        """The iterations of an agent up to the next log entry, and the metrics of the last one."""
-        steps = step + self.alg.steps_per_iteration * jnp.arange(self.iterations)
+    def run_entry(self, runner: RunnerState, step: Array) -> tuple[RunnerState, Entry]:
+        """The iterations of an agent up to the next log entry."""
+        steps = step + self.agent.steps_per_iteration * jnp.arange(self.iterations)
         runner = runner._replace(finished=jnp.zeros(3))
         runner, metrics = jax.lax.scan(self.iterate, runner, steps)
         metrics = jax.tree.map(lambda x: x[-1], metrics)
         number, returns, lengths = runner.finished
-        metrics["charts/episodic_return"] = returns / jnp.maximum(number, 1)
-        metrics["charts/episodic_length"] = lengths / jnp.maximum(number, 1)
-        metrics["finished"] = runner.finished
-        params = jax.tree.leaves(self.alg.policy_params(runner.agent))
-        metrics["finite"] = jnp.stack([jnp.isfinite(x).all() for x in params]).all()
-        return runner, metrics
+        # Without an episode they are infinite, which is not logged.
+        any_ended = number > 0
+        metrics["charts/episodic_return"] = jnp.where(any_ended, returns / number, jnp.inf)
+        metrics["charts/episodic_length"] = jnp.where(any_ended, lengths / number, jnp.inf)
+        params = jax.tree.leaves(self.agent.policy_params(runner.agent))
+        finite = jnp.stack([jnp.isfinite(x).all() for x in params]).all()
+        return runner, Entry(metrics, runner.finished, finite)
 
     def run_entries(self, runner: RunnerState, step: Array, num_entries: Array) -> tuple:
-        """Trains an agent for a number of log entries: RunnerState, metrics [MAX_ENTRIES, ...]."""
+        """Trains an agent for a number of log entries: RunnerState, Entry [MAX_ENTRIES, ...]."""
         _, shapes = jax.eval_shape(self.run_entry, runner, step)
-        metrics = jax.tree.map(lambda x: jnp.zeros((MAX_ENTRIES, *x.shape), x.dtype), shapes)
+        entries = jax.tree.map(lambda x: jnp.zeros((MAX_ENTRIES, *x.shape), x.dtype), shapes)
 
         def run_entry(i: Array, carry: tuple) -> tuple:
-            runner, metrics = carry
+            runner, entries = carry
             runner, entry = self.run_entry(runner, step + i * self.interval)
-            return runner, jax.tree.map(lambda all_, x: all_.at[i].set(x), metrics, entry)
+            return runner, jax.tree.map(lambda all_, x: all_.at[i].set(x), entries, entry)
 
-        return jax.lax.fori_loop(0, num_entries, run_entry, (runner, metrics))
+        return jax.lax.fori_loop(0, num_entries, run_entry, (runner, entries))
 
     def compile(self, runner: RunnerState) -> Any:
         """`run_entries` of all agents. Its first argument is overwritten."""
@@ -407,127 +423,144 @@ def recent_returns(entries: deque, before: Any) -> np.ndarray:
     return np.where(total[:, 0] > 0, total[:, 1] / np.maximum(total[:, 0], 1), before)
 
 
-def any_process(condition: bool) -> bool:
-    """Whether the condition holds in any of the processes, which all call this."""
-    if jax.process_count() == 1:
-        return condition
-    return bool(multihost_utils.process_allgather(np.bool_(condition)).any())
-
-
-class NoWriter:
-    """Stands in for the EventFileWriter in all processes but the first."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Opens no file."""
-
-    def add_event(self, event: Any) -> None:
-        """Writes nothing."""
-
-    def close(self) -> None:
-        """Has nothing to close."""
-
-
-def start(trainer: Trainer, script: Any, stop: list) -> tuple[RunnerState, list]:
-    """Begins or resumes a run. Returns the RunnerState, and a Log of each agent."""
-    run = replace(trainer.run, distributed="")
-    now = time.time_ns() // 10**3
-    quiet = None
-    if jax.process_count() > 1:  # the first process names the folder
-        digits = np.frombuffer(str(now).encode(), np.uint8)
-        now = int(bytes(multihost_utils.broadcast_one_to_all(digits)))
-    if jax.process_index() > 0:
-        run = replace(run, track=False)
-        event_file_writer.EventFileWriter = NoWriter
-        quiet = True
-    runner, log = script.start(trainer, run, trainer.init, stop, now, quiet)
-    logs = [log]
-    for i in range(1, run.num_seeds):
-        folder = log.folder / f"seed_{run.seed + i}"
-        logs.append(script.Log(folder, vars(run) | vars(trainer.args), log.saver, quiet=True))
-    log.recent_returns = list(log.recent_returns) or [math.nan] * run.num_seeds
-    return runner, logs
-
-
-def log_entries(logs: list, step: int, interval: int, metrics: dict, seconds: float) -> None:
-    """Logs the metrics [num_seeds, entries] of a call that began at `step` and took so long."""
-    entries = metrics["finite"].shape[1]
+def log_entries(logs: list, step: int, interval: int, entries: Entry, seconds: float) -> None:
+    """Logs the entries [num_seeds, entries] of a call that began at `step` and took so long."""
+    count = entries.finite.shape[1]
     for agent, log in enumerate(logs):
-        for i in range(entries):
+        for i in range(count):
             end = step + (i + 1) * interval
-            row = {tag: values[agent, i] for tag, values in metrics.items() if "/" in tag}
-            if metrics["finished"][agent, i, 0] == 0:  # no episode ended
-                del row["charts/episodic_return"], row["charts/episodic_length"]
-            if log is logs[0] and i == entries - 1:
+            row = {tag: values[agent, i] for tag, values in entries.metrics.items()}
+            if log is logs[0] and i == count - 1:
                 log.add_metrics(end, row)
                 continue
-            wall_time = time.time() - seconds * (entries - 1 - i) / entries
-            row["charts/SPS"] = (end - log.begin) / (wall_time - log.start_time)
-            log.add_scalars(end, row, wall_time)
+            wall_time = time.time() - seconds * (count - 1 - i) / count
+            row["charts/SPS"] = (end - log.first_step) / (wall_time - log.start_time)
+            log.write(end, row, wall_time)
 
 
 def evaluate_agents(
-    trainer: Trainer, runner: RunnerState, step: int, logs: list, script: Any, stop: Any
+    trainer: Trainer,
+    runner: RunnerState,
+    step: int,
+    logs: list,
+    keeper: Keeper,
+    make_envs: Callable,
 ) -> None:
     """Logs the returns of an evaluation, keeps the best agent, records a video of the first."""
     run = trainer.run
-    saver = logs[0].saver
-    params = trainer.alg.policy_params(runner.agent)
+    params = trainer.agent.policy_params(runner.agent)
     if run.eval_episodes > 0:
         returns = trainer.evaluate(params)
         tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
         for log, own in zip(logs, returns, strict=True):
-            charts = {f"eval/{name}": f(own) for name, f in script.EVALUATION.items()}
-            log.add_scalars(step, charts)
-        if saver:
-            scores = returns.mean(axis=1)
-            best = int(np.argmax(scores))
-            saver.save_if_best(step, trainer.take_agent(params, best), scores[best])
+            log_returns(log, step, own)
+        scores = returns.mean(axis=1)
+        best = int(np.argmax(scores))
+        keeper.save_if_best(step, trainer.take_agent(params, best), scores[best])
     if run.capture_video:
         first = trainer.take_agent(params, 0)
-        script.evaluate(trainer.alg, run, first, 1, f"{logs[0].folder}/videos/{step}", stop)
+        with closing(make_envs(1, f"{keeper.folder}/videos/{step}")) as envs:
+            play_episodes(trainer.agent, run, first, envs, keeper.stop)
 
 
-def train(alg: Any, run: Any, script: Any, stop: Any) -> tuple[Any, np.ndarray, Path]:
-    """Same as `train` of the script, for all agents at once: leaves [num_seeds, ...]."""
-    check_flags(alg.args, run, script)
-    trainer = Trainer(alg, run)
-    runner, logs = start(trainer, script, stop)
-    log = logs[0]
-    run_entries = trainer.compile(runner)
-    finished: deque = deque(maxlen=1_000)  # of each log entry, the newest first
-    with ExitStack() as stack:
-        for each in logs:
-            stack.enter_context(closing(each.saver or each.writer))
-        if log.begin >= alg.args.total_timesteps:  # a complete run is only evaluated
-            evaluate_agents(trainer, runner, log.begin, logs, script, stop)
-        end = log.begin
-        while end < alg.args.total_timesteps:
-            step = end
-            entries = trainer.num_entries(step)
-            end = step + entries * trainer.interval
-            began = time.time()
-            runner, metrics = run_entries(runner, step, entries)
-            metrics = {tag: np.asarray(x)[:, :entries] for tag, x in metrics.items()}
-            seconds = time.time() - began
-            trainer.adapt(any_process(seconds > LONG_CALL))
-            finished.extendleft(metrics["finished"].swapaxes(0, 1))
-            log.recent_returns = list(recent_returns(finished, log.recent_returns))
-            log_entries(logs, step, trainer.interval, metrics, seconds)
-            if not metrics["finite"].all():
-                raise FloatingPointError(f"{log.folder}: diverged, parameters are not finite")
-            if log.saver:
-                log.saver.write_experience(runner.agent)
-            is_interrupted = any_process(len(stop) > 0)
-            if is_interrupted and not stop:  # the signal came to another process
-                stop.append(signal.SIGTERM)
-            is_last = is_interrupted or end >= alg.args.total_timesteps
-            if log.saver and (is_last or script.is_due(run.checkpoint_interval, step, end)):
-                params = trainer.take_agent(alg.policy_params(runner.agent), 0)
-                log.saver.save(end, runner, params, log.recent_returns)
-            if is_interrupted:
-                break
-            if is_last or script.is_due(run.eval_interval, step, end):
-                evaluate_agents(trainer, runner, end, logs, script, stop)
-    for i, mean_return in enumerate(log.recent_returns):
+def open_logs(trainer: Trainer, keeper: Keeper, make_log: Callable, returns: np.ndarray) -> list:
+    """The `Log` of each agent. The first one shows the progress; the others are in folders."""
+    logs: list = []
+    is_first_process = jax.process_index() == 0
+    for i, before in enumerate(returns):
+        folder = keeper.folder / f"seed_{keeper.run.seed + i}" if i > 0 else keeper.folder
+        log: Log = make_log(trainer.agent, keeper.run, folder, keeper.stop)
+        writer = None if is_first_process else processes.NoWriter()
+        quiet = None if is_first_process and i == 0 else True
+        log.open(keeper.first_step, [before], quiet, writer)
+        keeper.write_header(log.writer)
+        logs.append(log)
+    return logs
+
+
+def train(
+    make_agent: Callable[..., Any],
+    make_envs: Callable[..., Any],
+    make_log: Callable[..., Any],
+    script: str,
+    jax_env: Any,
+    run: Any,
+    folder: Path,
+    stop: list,
+) -> tuple[Any, np.ndarray, Path]:
+    """As `train` of a script, for all agents at once: the leaves of the State are [num_seeds, ...].
+
+    Args:
+      make_agent: makes an `agents.Agent`. It takes `shard_batch`, a function that splits a batch
+        over devices.
+      make_envs: makes environments that are stepped from Python, for a video.
+      make_log: makes an `agents.Log`, the `Log` of an agent in a folder.
+      script: the file that trains.
+      jax_env: what `find_jax_env` found.
+      run, folder, stop: flags of the experiment, its folder, and the signals that end it.
+    """
+    trainer = Trainer(make_agent, jax_env, run)
+    if run.capture_video:
+        images.check_video(make_envs)
+    check_flags(trainer.args, run)
+    kept_run = replace(run, distributed="", track=run.track and jax.process_index() == 0)
+    folder = processes.same_folder(folder)
+    with Keeper(trainer.agent, kept_run, folder, script, stop) as keeper, ExitStack() as stack:
+        runner = keeper.begin(trainer.init, on_resume=lambda runner: runner)
+        keeper.write_experience(runner.agent)
+        returns = np.array(keeper.recent_returns or [math.nan] * run.num_seeds)
+        logs = open_logs(trainer, keeper, make_log, returns)
+        for log in logs:
+            stack.push(log.__exit__)
+        runner, returns = train_loop(trainer, runner, returns, logs, keeper, make_envs)
+    for i, mean_return in enumerate(returns):
         tqdm.write(f"seed {run.seed + i}: mean return of the last episodes {mean_return:.2f}")
-    return runner.agent, np.array(log.recent_returns), log.folder
+    return runner.agent, returns, folder
+
+
+def train_loop(
+    trainer: Trainer,
+    runner: RunnerState,
+    returns: np.ndarray,
+    logs: list,
+    keeper: Keeper,
+    make_envs: Callable,
+) -> tuple[RunnerState, np.ndarray]:
+    """Calls the compiled program until the end: the RunnerState, and mean returns [num_seeds]."""
+    run, stop = trainer.run, keeper.stop
+    total = trainer.args.total_timesteps
+    run_entries = trainer.compile(runner)
+    evaluate = partial(evaluate_agents, trainer, logs=logs, keeper=keeper, make_envs=make_envs)
+    finished: deque = deque(maxlen=1_000)  # of each log entry, the newest first
+    end = keeper.first_step
+    if end >= total:  # a complete run is only evaluated
+        evaluate(runner, end)
+    while end < total:
+        step = end
+        count = trainer.num_entries(step)
+        end = step + count * trainer.interval
+        began = time.time()
+        runner, entries = run_entries(runner, step, count)
+        entries = jax.tree.map(lambda x: np.asarray(x)[:, :count], entries)  # noqa: B023
+        seconds = time.time() - began
+        trainer.adapt(processes.any_process(seconds > LONG_CALL))
+        finished.extendleft(entries.finished.swapaxes(0, 1))
+        returns = recent_returns(finished, returns)
+        logs[0].recent_returns.clear()
+        logs[0].recent_returns.extend(returns)
+        log_entries(logs, step, trainer.interval, entries, seconds)
+        if not entries.finite.all():
+            raise NotFiniteError(f"{keeper.folder}: diverged, parameters are not finite")
+        keeper.write_experience(runner.agent)
+        is_interrupted = processes.any_process(len(stop) > 0)
+        if is_interrupted and not stop:  # the signal came to another process
+            stop.append(signal.SIGTERM)
+        is_last = is_interrupted or end >= total
+        if is_last or is_due(run.checkpoint_interval, step, end):
+            params = trainer.take_agent(trainer.agent.policy_params(runner.agent), 0)
+            keeper.save(end, runner, params, list(returns))
+        if is_interrupted:
+            break
+        if is_last or is_due(run.eval_interval, step, end):
+            evaluate(runner, end)
+    return runner, returns

@@ -1,43 +1,47 @@
-"""The command line of a run: its flags are checked and read from its folder, and Ctrl-C is heeded.
+"""Flags: checked before a run begins, and read from the folder of a run that is resumed."""
 
-A copy of a script works without this module, but says less.
-"""
-
-import fcntl
 import importlib
 import json
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import fields
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import jax
-import numpy as np
-from gymnasium.error import Error as UsageError
-from jax.tree_util import keystr, tree_flatten_with_path
 from tqdm import tqdm
 
+from cleanreplay import processes
+from cleanreplay.errors import UsageError
+
+INT32 = 2**31 - 1
+# The least and the largest value of flags with these names. No other flag is limited.
+LIMITS: dict[tuple, tuple] = {
+    (1, INT32): (
+        *("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs"),
+        *("batch_size", "target_network_frequency", "train_frequency", "gradient_steps"),
+        *("policy_frequency", "hidden_sizes", "hidden_size", "n_step", "frame_stack"),
+        *("train_length", "period", "num_seeds", "num_devices", "log_interval"),
+        *("eval_interval", "eval_max_steps"),
+    ),
+    (1, 2**29 - 1): ("buffer_size",),
+    (0, INT32): (
+        *("seed", "eval_episodes", "checkpoint_interval", "learning_starts", "burn_in"),
+        "policy_steps",
+    ),
+    (0, 1): (
+        *("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction"),
+        *("importance_exponent", "priority_max_fraction", "critic_dropout"),
+    ),
+    (0, math.inf): (
+        *("learning_rate", "policy_lr", "q_lr", "adam_epsilon", "max_grad_norm", "clip_coef"),
+        *("alpha", "target_kl", "priority_exponent", "priority_epsilon"),
+    ),
+}
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
-MAY_BE_0 = (
-    *("seed", "eval_episodes", "checkpoint_interval", "learning_starts"),
-    *("burn_in", "policy_steps"),
-)
-NOT_NEGATIVE = (
-    *("learning_rate", "policy_lr", "q_lr", "adam_epsilon", "max_grad_norm", "clip_coef"),
-    *("alpha", "target_kl", "priority_exponent", "priority_epsilon"),
-)
-FRACTIONS = (
-    *("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction"),
-    *("importance_exponent", "priority_max_fraction", "critic_dropout"),
-)
-STOPPING = b"\nstopping after this iteration; once more ends the run without saving\n"
 
 
 def prepare(flags: Any, parse: Callable) -> Any:
@@ -50,9 +54,7 @@ def prepare(flags: Any, parse: Callable) -> Any:
         defaults = read_flags(run.resume, type(run), type(args))
         flags = parse(default=type(flags)(*defaults))
     if run.distributed:
-        import compiled
-
-        compiled.join_processes(run.distributed)
+        processes.join(run.distributed)
     return flags
 
 
@@ -65,23 +67,27 @@ def check(args: Any, run: Any) -> None:
 
 
 def check_flag(name: str, value: Any, expected: Any) -> None:
-    """Raises UsageError if the value is not of the expected type, or out of range."""
-    if expected == tuple[int, ...]:
-        for number in value:
-            check_flag(name, number, int)
+    """Raises UsageError if a value is of another type, or beyond the limits of its name."""
     is_number = expected is float and type(value) is int
     if expected in (int, float, bool, str) and type(value) is not expected and not is_number:
         raise UsageError(f"{name} must be of type {expected.__name__}, not {value!r}")
-    least = 0 if name in MAY_BE_0 else 1
-    bits = 29 if name == "buffer_size" else 31
-    if expected is int and not least <= value < 2**bits:
-        raise UsageError(f"{name} must be from {least} to 2**{bits} - 1, not {value}")
-    if type(value) is float and not math.isfinite(value):
-        raise UsageError(f"{name} must be a finite number, not {value}")
-    if name in FRACTIONS and not 0 <= value <= 1:
-        raise UsageError(f"{name} must be from 0 to 1, not {value}")
-    if name in NOT_NEGATIVE and value is not None and value < 0:
-        raise UsageError(f"{name} must be 0 or more, not {value}")
+    for (least, largest), names in LIMITS.items():
+        if name not in names or value is None:
+            continue
+        for number in value if isinstance(value, tuple) else [value]:
+            if not math.isfinite(number):
+                raise UsageError(f"{name} must be a finite number, not {value}")
+            if not least <= number <= largest:
+                raise UsageError(f"{name} must be {in_words(least, largest)}, not {value}")
+
+
+def in_words(least: float, largest: float) -> str:
+    """The limits of a flag."""
+    if largest == math.inf:
+        return f"{least} or more"
+    if largest == 1:
+        return f"from {least} to 1"
+    return f"from {least} to 2**{math.ceil(math.log2(largest))} - 1"
 
 
 def check_env(run: Any) -> None:
@@ -155,18 +161,27 @@ def check_memory(init: Callable) -> None:
         raise UsageError(f"buffer_size: {text}")
 
 
+def read_run(folder: Path | str) -> dict:
+    """What the folder of a run says of it: flags `run` and `args`, and the file of the `script`."""
+    try:
+        text = Path(folder, "args.json").read_text()
+        saved = json.loads(text, parse_constant=lambda _: None)  # infinity, in old runs
+        saved = {"run": dict(saved["run"]), "args": dict(saved["args"])} | saved
+        return {"script": f"{saved['run']['exp_name']}.py"} | saved  # old runs do not say it
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = "is not the folder of a run, which a script makes in runs/ and has args.json"
+        raise UsageError(f"resume: {folder} {text}") from error
+
+
 def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
     """The flags of the run in `folder`, as `Run` and `Args` of its script.
 
     Flags that are newer than the run have their default values.
     """
-    try:
-        text = Path(folder, "args.json").read_text()
-        saved = json.loads(text, parse_constant=lambda _: None)  # infinity, in old runs
-        run, args = saved["run"], saved["args"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = "is not the folder of a run, which a script makes in runs/ and has args.json"
-        raise UsageError(f"resume: {folder} {text}") from error
+    saved = read_run(folder)
+    run, args = saved["run"], saved["args"]
+    if run.get("env_id", "").startswith("memory_tasks:"):  # before it was in this package
+        run["env_id"] = f"cleanreplay.{run['env_id']}"
     unknown = (run.keys() - vars(run_class()).keys()) | (args.keys() - vars(args_class()).keys())
     if unknown:
         text = f"is a run of another script, which has {', '.join(sorted(unknown))}"
@@ -184,89 +199,3 @@ def check_resume(args: Any, run: Any) -> tuple[Any, Any]:
         if flags[name] != value and not may_change:
             raise UsageError(f"resume: {name} must stay {value}, not become {flags[name]}")
     return before, args_before
-
-
-def lock_run(folder: Path) -> Callable[[], None]:
-    """Keeps other processes from training in the folder, until the function it returns is called.
-
-    UsageError if one does.
-    """
-    file = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise UsageError(f"resume: another process trains in {folder}") from error
-    return file.close
-
-
-def stop_on_signals(stop: list, run: Any) -> Callable[[], None]:
-    """From now on Ctrl-C, SIGTERM and SIGHUP are appended to `stop`, which ends the run.
-
-    A second of the same kind ends the process. Returns a function that undoes this.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    before: dict = {}
-
-    def note(number: int, _: Any) -> None:
-        os.write(2, STOPPING)  # print could be interrupted while it prints
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    if run.vectorization == "async":
-        # A terminal signals the processes of the environments, too. Training needs them until then.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        forkserver.ensure_running()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        before[number] = signal.signal(number, note)
-
-    def undo() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    return undo
-
-
-def explain(error: Exception, run: Any, folder: Path, step: int, envs: Any) -> None:
-    """Adds to what the environments raised where it happened, and which processes are dead."""
-    error.from_environment = True  # type: ignore[attr-defined]  # `main` shows its traceback
-    error.add_note(f"in {run.env_id} at step {step} of {folder}")
-    if isinstance(error, EOFError | ConnectionError) and hasattr(envs.unwrapped, "processes"):
-        # A process of gymnasium.vector.AsyncVectorEnv was killed. Closing would wait for it.
-        processes = envs.unwrapped.processes
-        for process in processes:
-            process.join(timeout=0.5)
-        dead = [process.name for process in processes if not process.is_alive()]
-        error.add_note(f"killed: {', '.join(dead)}")
-        envs.close(terminate=True)
-
-
-def check_rollout(rollout: Any, run: Any, step: int) -> None:
-    """Raises FloatingPointError if the environments returned NaN or infinity, and says when."""
-    for name, values in (("reward", rollout.reward), ("observation", rollout.observation)):
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            t, env, *_ = np.argwhere(~np.isfinite(values))[0]
-            where = f"environment {env} at step {step + t * values.shape[1]}"
-            raise FloatingPointError(f"{run.env_id}: the {name} is not finite in {where}")
-
-
-def raise_if_other(folder: Any, wanted: Any, error: Exception) -> None:
-    """Raises UsageError if the arrays in `folder` are not `wanted`, and names the first of them."""
-    import orbax.checkpoint as ocp
-
-    def shapes_by_name(tree: Any) -> dict:
-        leaves, _ = tree_flatten_with_path(tree)
-        return {keystr(path, simple=True, separator="."): tuple(x.shape) for path, x in leaves}
-
-    try:
-        saved = shapes_by_name(ocp.StandardCheckpointer().metadata(folder).item_metadata.tree)
-    except Exception:
-        return  # it cannot be read
-    expected = shapes_by_name(wanted)
-    for name in expected | saved:
-        there = saved.get(name, "missing")
-        here = expected.get(name, "missing")
-        if there != here:
-            text = f"{folder} is of another script or version: {name} is {there} there, {here} here"
-            raise UsageError(text) from error

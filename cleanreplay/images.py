@@ -1,6 +1,6 @@
 """What images need: convolutions, stacks of frames, a check of videos.
 
-A script imports this module if observations are images or no Box, with --frame-stack, and with
+A script uses this module if observations are images or no Box, with --frame-stack, and with
 --capture-video.
 """
 
@@ -18,6 +18,8 @@ import numpy as np
 from flax.linen.linear import default_kernel_init
 from gymnasium.vector.utils import batch_space
 from jax import Array
+
+from cleanreplay.errors import UsageError
 
 
 def channels_last(x: Array) -> Array:
@@ -156,15 +158,15 @@ def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
             envs = gym.wrappers.vector.FlattenObservation(envs)
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         hint = "a wrapper must choose what the network sees, see docs/environments.md"
-        raise gym.error.Error(f"observations {space} cannot be flattened to a Box: {hint}")
+        raise UsageError(f"observations {space} cannot be flattened to a Box: {hint}")
     return FrameStack(envs, frame_stack) if frame_stack > 1 else envs
 
 
-def check_video(make_envs: Callable, observation_space: Any) -> None:
+def check_video(make_envs: Callable) -> None:
     """Renders an environment once, so that a run whose video would fail does not begin.
 
-    `make_envs(video_folder)` makes it. Raises gymnasium.error.Error if there is no screen, no
-    moviepy or no way to render it, or if it observes something else than those in training.
+    `make_envs(1)` makes one, and `make_envs(1, video_folder)` one to record. UsageError if there is
+    no screen, no moviepy or no way to render it, or if it observes something else when it renders.
     """
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # pygame looks for loudspeakers otherwise
     try:
@@ -172,17 +174,17 @@ def check_video(make_envs: Callable, observation_space: Any) -> None:
 
         with TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # there may be no frame to save
-            envs = make_envs(f"{folder}/video")
-            if envs.single_observation_space != observation_space:
-                observes = envs.single_observation_space
-                raise ValueError(f"it observes {observes}, not {observation_space}")
-            with closing(envs):
+            with closing(make_envs(1)) as envs:
+                space = envs.single_observation_space
+            with closing(make_envs(1, f"{folder}/video")) as envs:
+                if envs.single_observation_space != space:
+                    raise ValueError(f"it observes {envs.single_observation_space}, not {space}")
                 envs.reset()
                 envs.render()
     except ModuleNotFoundError as error:
-        raise gym.error.Error(f"capture_video: pip install {error.name}") from error
+        raise UsageError(f"capture_video: pip install {error.name}") from error
     except Exception as error:
         hint = " (MuJoCo without a screen: set MUJOCO_GL=egl or MUJOCO_GL=osmesa)"
         is_mujoco = "OpenGL" in str(error) or "GLFW" in str(error) or "gladLoadGL" in str(error)
         text = f"capture_video: cannot record a video: {error}{hint if is_mujoco else ''}"
-        raise gym.error.Error(text) from error
+        raise UsageError(text) from error

@@ -1,0 +1,46 @@
+"""What a script can do with this package and not without it. A module is imported at its first use.
+
+    experiment    a run that is saved, resumed, evaluated and recorded
+    keeper        the folder of a run: its flags, its lock, what is saved, how it ends
+    checkpoints   saves and restores the state of training, and loads trained agents
+    usage         errors in flags, and the flags of a run that is resumed
+    tracking      flags in TensorBoard, Weights & Biases, where a run comes from
+    compiled      trains in environments written in JAX, and many agents at once
+    processes     several processes that train together
+    images        convolutions, stacks of frames, videos
+    vault         experience on disk
+    memory_tasks  two environments that take memory
+
+A script imports this package at one place, and this package imports no script. What it needs of an
+algorithm is the protocol `Agent` in `agents`.
+"""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cleanreplay.errors import UsageError as UsageError
+
+MODULES = ("checkpoints", "compiled", "experiment", "images", "usage", "vault")
+
+
+def __getattr__(name: str) -> Any:
+    """A module of this package, at its first use: to import Orbax takes a second."""
+    if name not in MODULES:
+        raise AttributeError(f"cleanreplay has no {name}")
+    return importlib.import_module(f"cleanreplay.{name}")
+
+
+def load_policy(folder: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
+    """Loads the best agent of a run, as a function from observations [N, ...] to actions [N, ...].
+
+    It does not explore. An agent with a memory is also told where episodes begin, as in
+    `policy(observations, is_first)`. `script` is the file that trained it, if it was moved.
+    UsageError if the folder or the script is not there, or does not fit.
+    """
+    from cleanreplay import checkpoints
+
+    return checkpoints.load_policy(folder, script)

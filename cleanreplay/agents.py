@@ -1,0 +1,123 @@
+"""What this package asks of an algorithm, and of a script."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from cleanreplay.errors import UsageError
+
+
+class Agent(Protocol):
+    """An algorithm, as pure functions of its State.
+
+    Two methods may have one parameter more. An `act` with a parameter `memory`, after the
+    observation, takes and returns one: a tuple of arrays [N, ...] that begins as `no_memory(N)`. A
+    `train_step` with a parameter `next_observation` is also given the observation [N, ...] that
+    follows the rollout.
+    """
+
+    args: Any  # its flags
+    example_step: Any  # a Step of one environment, with the fields in STEP_FIELDS
+    rollout_shape: tuple[int, int]  # (S, N)
+    steps_per_iteration: int  # S * N
+
+    def init(self, key: Any) -> Any:
+        """The State before training."""
+
+    def on_resume(self, state: Any) -> Any:
+        """The State of a resumed run, whose environments begin new episodes."""
+
+    def policy_params(self, state: Any) -> Any:
+        """The part of a State that `act` needs."""
+
+    def to_env_action(self, action: Any) -> Any:
+        """The environment's actions."""
+
+    def policy(self, params: Any, key: Any = None) -> Callable:
+        """A function from NumPy observations [N, ...] to the environment's actions."""
+
+    def act(self, params: Any, observation: Any, *args: Any, **kwargs: Any) -> Any:
+        """Chooses actions [N], which explore if there is a key. The other two are key and step."""
+
+    def train_step(self, state: Any, rollout: Any, *args: Any, **kwargs: Any) -> Any:
+        """Learns from a rollout [S, N]. The other two are key and step.
+
+        Returns the State, `policy_params` of it, and the metrics. There may be more.
+        """
+
+
+class ReplayAgent(Agent, Protocol):
+    """An algorithm with a replay buffer. One with a flag `save_experience` must be this."""
+
+    stored_step: Any  # an item of the replay buffer
+
+    def experience(self, state: Any) -> Any:
+        """The state of the replay buffer."""
+
+
+class Log(Protocol):
+    """The charts of an agent and its progress: `Log` of a script."""
+
+    run: Any  # flags of the experiment
+    folder: Path
+    stop: list  # has an item if the run is to end
+    first_step: int
+    total: int  # steps at the end
+    recent_returns: Any  # deque
+    start_time: float
+    writer: Any
+
+    def open(
+        self, first_step: int, recent_returns: Any = (), quiet: Any = None, writer: Any = None
+    ) -> None:
+        """Begins the charts and the bar of progress."""
+
+    def end_iteration(self, end: int, state: Any, params: Any, metrics: dict, rollout: Any) -> bool:
+        """Logs what is due at step `end`. Returns whether the run is over."""
+
+    def add_metrics(self, step: int, metrics: dict) -> None:
+        """Logs metrics and shows the progress."""
+
+    def write(self, step: int, metrics: dict, wall_time: float = 0) -> None:
+        """Adds a point to each chart whose number is finite."""
+
+    def mean_return(self) -> float:
+        """The mean return of the last episodes."""
+
+    def __exit__(self, *error: Any) -> Any:
+        """Ends the event file."""
+
+
+class Script(Protocol):
+    """What `load_policy` calls in the script that trained an agent."""
+
+    Run: Any  # dataclasses of flags
+    Args: Any
+
+    Agent: Any  # makes the algorithm from Args, the space of observations and that of actions
+
+    def make_envs(self, args: Any, run: Any, num_envs: int) -> Any:
+        """Makes N environments that are stepped together."""
+
+
+# The fields of a Step that are read by name here. A Step of a single environment may have more.
+STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "valid")
+
+
+def check_step(step: Any) -> None:
+    """Raises UsageError if a Step lacks a field that this package reads."""
+    missing = [name for name in STEP_FIELDS if not hasattr(step, name)]
+    if missing:
+        what = f"Step must have {', '.join(missing)}: cleanreplay reads the fields by these names"
+        raise UsageError(f"{what}. Rename them in cleanreplay/ as well, or keep them")
+
+
+def takes(function: Callable, parameter: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    return parameter in inspect.signature(function).parameters
+
+
+def saves_experience(agent: Any) -> bool:
+    """Whether the flag --save-experience is there, and set."""
+    return getattr(agent.args, "save_experience", False)

@@ -1,0 +1,208 @@
+"""Saves the state of training, restores it, and loads trained agents.
+
+The folder of a run keeps the newest two checkpoints. Each, `checkpoints/STEP`, has the whole state
+of training (item `state`), the parameters to act with (`params`) and the returns of the last
+episodes (`recent`). `best/STEP` has the parameters that did best in an evaluation.
+"""
+
+import importlib.util
+import logging
+import math
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.tree_util import keystr, tree_leaves_with_path
+from tqdm import tqdm
+
+from cleanreplay import usage
+from cleanreplay.agents import Script
+from cleanreplay.errors import UsageError
+
+RECENT = ocp.args.Composite(recent=ocp.args.JsonRestore())
+
+
+class Checkpoints:
+    """The checkpoints in `folder`. Each is written as a whole or not at all."""
+
+    def __init__(self, folder: Path | str, saves: bool = True) -> None:
+        self.folder = Path(folder).absolute()
+        self.saves = saves
+        # Training overwrites the state that is saved, so saving cannot go on in the background.
+        options = ocp.CheckpointManagerOptions(create=saves, enable_async_checkpointing=False)
+        latest = replace(options, max_to_keep=2)
+        best = replace(options, max_to_keep=1, best_fn=lambda metrics: metrics["return"])
+        self.latest = ocp.CheckpointManager(self.folder / "checkpoints", options=latest)
+        self.best = ocp.CheckpointManager(self.folder / "best", options=best)
+
+    def save(self, step: int, state: Any, params: Any, recent_returns: Sequence) -> None:
+        """Saves the state of training after `step`."""
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            params=ocp.args.StandardSave(params),
+            recent=ocp.args.JsonSave([float(x) for x in recent_returns]),
+        )
+        self.write(self.latest, step, items)
+
+    def save_if_best(self, step: int, params: Any, score: float) -> None:
+        """Keeps these parameters to act with, if no earlier ones had this score or a higher one."""
+        best_step = self.best.best_step()
+        is_better = best_step is None or score > self.best.metrics(best_step)["return"]
+        if math.isfinite(score) and is_better:
+            items = ocp.args.Composite(params=ocp.args.StandardSave(params))
+            self.write(self.best, step, items, metrics={"return": float(score)})
+
+    def write(self, manager: Any, step: int, items: Any, **metrics: Any) -> None:
+        """Writes a checkpoint, unless there is one of this step. UsageError if the disk is full."""
+        if not self.saves or step == 0 or step in manager.all_steps():
+            return
+        try:
+            manager.save(step, args=items, force=True, **metrics)
+            return
+        except Exception as error:
+            if "no space left" not in str(error).lower():
+                raise
+        # Orbax prints many lines about it. Let it finish, so that ours is the last one.
+        logging.getLogger("asyncio").disabled = True
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                with suppress(Exception):
+                    thread.join(timeout=1)
+        raise UsageError(f"no space left on the disk of {manager.directory}")
+
+    def restore(self, state: Any) -> tuple[int, Any, list]:
+        """The step, the state and the recent returns of the newest checkpoint that can be read.
+
+        `state` has its shapes and devices, and is used up.
+        """
+        shapes = jax.tree.map(abstract, state)
+        for x in jax.tree.leaves(state):
+            x.delete()  # so that memory never holds two replays
+        damaged = []
+        for step in sorted(self.latest.all_steps(), reverse=True):
+            try:
+                state = read(self.latest, step, "state", shapes)
+                recent = self.latest.restore(step, args=RECENT)["recent"]
+                break
+            except UsageError:
+                raise
+            except Exception:
+                damaged.append(step)
+        else:
+            raise UsageError(f"resume: no checkpoint in {self.latest.directory} can be read")
+        for other in damaged:
+            tqdm.write(f"checkpoint {other} is damaged and deleted: the run goes on from {step}")
+            self.latest.delete(other)
+        return step, state, recent
+
+    def best_params(self, params: Any) -> Any:
+        """The best parameters to act with, or without an evaluation the newest ones.
+
+        `params` has their shapes.
+        """
+        if self.best.best_step() is None:
+            return read(self.latest, self.latest_step(), "params", params)
+        return read(self.best, self.best.best_step(), "params", params)
+
+    def latest_step(self) -> int:
+        """The step of the newest checkpoint."""
+        step = self.latest.latest_step()
+        if step is None:
+            raise UsageError(f"{self.latest.directory} has no checkpoint")
+        return step
+
+
+def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and devices of an array, without its numbers."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def names(tree: Any) -> list[str]:
+    """The name of each leaf, such as params.Dense_0.bias."""
+    return [keystr(path, simple=True, separator=".") for path, _ in tree_leaves_with_path(tree)]
+
+
+def read(manager: ocp.CheckpointManager, step: int, item: str, wanted: Any) -> Any:
+    """An item of a checkpoint, as a pytree like `wanted`, whose leaves are found by their names.
+
+    What else there is, as in runs of older versions, is left out. UsageError if a leaf is missing
+    or has another shape.
+    """
+    folder = manager.directory / str(step) / item
+    saved = ocp.StandardCheckpointHandler().metadata(folder).tree
+    shapes = dict(zip(names(saved), jax.tree.leaves(saved), strict=True))
+    leaves = dict(zip(names(wanted), jax.tree.leaves(wanted), strict=True))
+    for name in leaves:
+        there = tuple(shapes[name].shape) if name in shapes else "missing"
+        here = tuple(leaves[name].shape)
+        if there != here:
+            text = f"{folder} is of another script or version: {name} is {there} there, {here} here"
+            raise UsageError(text)
+    where = jax.tree.leaves(wanted)[0].sharding
+    others = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for name, x in shapes.items()
+    }
+    like = jax.tree.unflatten(jax.tree.structure(saved), (others | leaves).values())
+    args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
+    restored = manager.restore(step, args=args)[item]
+    found = dict(zip(shapes, jax.tree.leaves(restored), strict=True))
+    return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in leaves])
+
+
+def truncate_episodes(replay: Any) -> Any:
+    """Marks the unfinished episodes of a replay as truncated, because environments start anew.
+
+    Its last row becomes the one that only resets: it shows what the row before it led to.
+    """
+    steps = replay.storage
+    rows = len(steps.valid)
+    last = (replay.cursor - 1) % rows
+    before = (replay.cursor - 2) % rows
+    unfinished = steps.valid[before] & ~steps.terminated[before]
+    steps = steps._replace(
+        terminated=steps.terminated.at[last].set(False),
+        truncated=steps.truncated.at[before].set(unfinished).at[last].set(False),
+        valid=steps.valid.at[last].set(False),
+    )
+    return replay._replace(storage=steps)
+
+
+def load_policy(folder: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
+    """See `cleanreplay.load_policy`."""
+    module = import_script(Path(script or usage.read_run(folder)["script"]))
+    run, args = usage.read_flags(folder, module.Run, module.Args)
+    usage.check(args, run)
+    with closing(module.make_envs(args, run, 1)) as envs:
+        agent = module.Agent(args, envs.single_observation_space, envs.single_action_space)
+    like = jax.jit(lambda key: agent.policy_params(agent.init(key)))(jax.random.PRNGKey(0))
+    act = agent.policy(Checkpoints(folder, saves=False).best_params(like))
+    example = agent.example_step.observation
+
+    def policy(observations: Any, *is_first: Any) -> np.ndarray:
+        if np.shape(observations)[1:] != example.shape:
+            expected = ", ".join(map(str, example.shape))
+            raise ValueError(f"observations must be [N, {expected}], not {np.shape(observations)}")
+        return act(np.asarray(observations, example.dtype), *is_first)
+
+    return policy
+
+
+def import_script(file: Path) -> Script:
+    """The module of a script, which need not be on Python's path."""
+    module: Any = sys.modules.get(file.stem)
+    if module is not None and Path(module.__file__ or "").absolute() == file.absolute():
+        return module
+    if not file.is_file():
+        raise UsageError(f"there is no script {file}: say where, as in load_policy(folder, script)")
+    spec: Any = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,9 @@
+"""Errors that the command line prints as one line, without a traceback."""
+
+
+class UsageError(Exception):
+    """A mistake of the user, or a limit of his machine. The exit code is 2."""
+
+
+class NotFiniteError(UsageError, FloatingPointError):
+    """The training or an environment gave NaN or infinity. The exit code is 1."""

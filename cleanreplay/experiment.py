@@ -1,0 +1,144 @@
+"""A run that lasts: the `Log` of a script, and saving, resuming, evaluating and recording."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from cleanreplay import images
+from cleanreplay.agents import Agent, Log
+from cleanreplay.errors import NotFiniteError
+from cleanreplay.keeper import Keeper, check_finite
+
+STATISTICS: dict = {"episodic_return": np.mean, "median": np.median, "min": np.min, "max": np.max}
+
+
+class Experiment(AbstractContextManager):
+    """Has the methods of a script's `Log`, and stands in its place.
+
+    Args:
+      log: writes the charts.
+      agent: the algorithm.
+      make_envs: makes as many environments as it is told, with a folder for a video or without.
+      script: the file that trains.
+    """
+
+    def __init__(self, log: Log, agent: Agent, make_envs: Callable, script: str) -> None:
+        self.log = log
+        self.agent = agent
+        self.run = log.run
+        self.make_envs = make_envs
+        self.learned: tuple = ()  # the State and the parameters of the last iteration
+        if self.run.capture_video:
+            images.check_video(make_envs)
+        self.keeper = Keeper(agent, self.run, log.folder, script, log.stop)
+
+    first_step = property(lambda self: self.log.first_step)
+    total = property(lambda self: self.log.total)
+
+    def __enter__(self) -> "Experiment":
+        self.keeper.__enter__()
+        return self
+
+    def begin(self, init: Callable) -> Any:
+        """Begins the run: the State of `init()`, or with --resume that of the newest checkpoint."""
+        state = self.keeper.begin(init, self.agent.on_resume)
+        self.log.open(self.keeper.first_step, self.keeper.recent_returns)
+        self.keeper.write_header(self.log.writer)
+        self.keeper.write_experience(state)
+        if self.first_step >= self.total:  # a complete run is only evaluated
+            self.evaluate(self.first_step, self.agent.policy_params(state))
+        return state
+
+    def saves_on_error(
+        self, envs: Any, step: int, learned: Callable | None = None
+    ) -> AbstractContextManager:
+        """In `with`: if the environments fail at `step`, saves what `learned()` returns.
+
+        That is the State and the parameters; without it they are those of the last iteration.
+        """
+        learned = learned or (lambda: self.learned)
+        return self.keeper.saves_on_error(envs, step, learned, self.log.recent_returns)
+
+    def end_iteration(self, end: int, state: Any, params: Any, metrics: dict, rollout: Any) -> bool:
+        """Logs, saves and evaluates what is due at step `end`. Returns whether the run is over."""
+        run = self.run
+        step = end - self.agent.steps_per_iteration
+        check_rollout(rollout, run, step)
+        self.learned = (state, params)
+        is_last = self.log.end_iteration(end, state, params, metrics, rollout)
+        if is_last or is_due(run.log_interval, step, end):
+            check_finite(params, self.log.folder)
+            self.keeper.write_experience(state)
+        if is_last or is_due(run.checkpoint_interval, step, end):
+            self.keeper.save(end, state, params, self.log.recent_returns)
+        if is_last or is_due(run.eval_interval, step, end):
+            self.evaluate(end, params)
+        return is_last
+
+    def evaluate(self, step: int, params: Any) -> None:
+        """Logs the returns of an evaluation, keeps the best agent, and records a video."""
+        run, stop = self.run, self.log.stop
+        play = partial(play_episodes, self.agent, run, params, stop=stop)
+        if run.eval_episodes > 0 and not stop:
+            with closing(self.make_envs(run.eval_episodes)) as envs:
+                returns = play(envs)
+            if stop:
+                return  # it was interrupted
+            log_returns(self.log, step, returns)
+            tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
+            self.keeper.save_if_best(step, params, returns.mean())
+        if run.capture_video and not stop:
+            with closing(self.make_envs(1, f"{self.log.folder}/videos/{step}")) as envs:
+                play(envs)
+
+    def mean_return(self) -> float:
+        """The mean return of the last 100 episodes, NaN before the first."""
+        return self.log.mean_return()
+
+    def __exit__(self, *error: Any) -> None:
+        self.log.__exit__(*error)
+        self.keeper.__exit__(*error)
+
+
+def log_returns(log: Log, step: int, returns: np.ndarray) -> None:
+    """Logs the returns of the episodes of an evaluation."""
+    log.write(step, {f"eval/{name}": f(returns) for name, f in STATISTICS.items()})
+
+
+def is_due(interval: int, step: int, end: int) -> bool:
+    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
+    return interval > 0 and end // interval > step // interval
+
+
+def check_rollout(rollout: Any, run: Any, step: int) -> None:
+    """Raises NotFiniteError if the environments returned NaN or infinity, and says when."""
+    for name in ("reward", "observation"):
+        values = getattr(rollout, name)
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            t, env, *_ = np.argwhere(~np.isfinite(values))[0]
+            where = f"environment {env} at step {step + t * values.shape[1]}"
+            raise NotFiniteError(f"{run.env_id}: the {name} is not finite in {where}")
+
+
+def play_episodes(agent: Any, run: Any, params: Any, envs: Any, stop: list) -> np.ndarray:
+    """The returns [N] of one episode in each of N environments."""
+    returns = np.zeros(envs.num_envs)
+    over = np.zeros(envs.num_envs, bool)
+    key = jax.random.fold_in(jax.random.PRNGKey(run.seed), 2**31)  # no step of training is so large
+    act = agent.policy(params, key if run.eval_explores else None)
+    first_step = agent.args.total_timesteps  # explores as at the end of training
+    observation, _ = envs.reset(seed=int(key[0]) // 4)
+    for step in range(first_step, first_step + run.eval_max_steps):
+        observation = np.asarray(observation, agent.example_step.observation.dtype)
+        observation, reward, terminated, truncated, _ = envs.step(act(observation, step=step))
+        returns += np.where(over, 0, reward)
+        over |= terminated | truncated
+        if over.all() or stop:
+            return returns
+    tqdm.write(f"an evaluation cuts off episodes after {run.eval_max_steps:,} steps")
+    return returns
