@@ -525,11 +525,12 @@ def train(args: Args, run: Run, stop: list | None = None):
         script = (make_agent, make_more, Log, __file__)
         return cleanreplay.compiled.train(*script, jax_env, run, folder, stop)
     agent = make_agent()
-    log: Any = Log(agent, run, folder, stop)
+    log = Log(agent, run, folder, stop)
+    experiment: Any = log
     if cleanreplay:
-        log = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
-    with log, closing(make_more(args.num_envs, training=True)) as envs:
-        state = train_loop(agent, envs, log, jax.random.PRNGKey(run.seed))
+        experiment = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
+    with experiment, closing(make_more(args.num_envs, training=True)) as envs:
+        state = train_loop(agent, envs, experiment, jax.random.PRNGKey(run.seed))
     return state, np.array([log.mean_return()]), folder
 
 

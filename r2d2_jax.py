@@ -69,7 +69,7 @@ class Args:
     start_e: float = 1.0  # epsilon, the probability of a random action, at the start
     end_e: float = 0.05  # epsilon from the end of exploration-fraction on
     exploration_fraction: float = 0.3  # fraction of total-timesteps over which epsilon is annealed
-    learning_starts: int = 5_000  # steps before the first gradient step; 0: one window of each
+    learning_starts: int = 5_000  # steps before the first gradient step; 0: a window of each env
     train_frequency: int = 16  # steps per gradient step
     hidden_size: int = 64  # width of the LSTM
     forget_bias: float = 0.0  # of the LSTM's forget gates at the start; above 0 it remembers longer
@@ -96,7 +96,7 @@ class QNetwork(nn.Module):
 
     num_actions: int
     hidden_size: int
-    last_action: bool  # whether it sees the action of the step before, one-hot, or zeros
+    last_action: bool  # whether it sees the last action: one-hot, zeros if there was none
 
     @nn.compact
     def __call__(self, carry, observation, last_action, valid):
@@ -314,7 +314,7 @@ class R2D2:
         """n-step targets [L, B] of windows [L + n, B], for values [L + n, B] of its steps."""
         length = self.args.train_length
 
-        def following(x, first):  # [L * B, n], of each step the n from the one `first` later
+        def following(x, first):  # [L * B, n]: for step t the rows t + first to t + first + n - 1
             columns = [x[first + i : first + i + length].ravel() for i in range(self.args.n_step)]
             return jnp.stack(columns, axis=-1)
 
@@ -406,13 +406,14 @@ def collect_rollout(agent: R2D2, envs, params, env_state: tuple, key, step: int)
     num_steps, num_envs = agent.rollout_shape
     example = agent.example_step
     rollout = jax.tree.map(lambda x: np.empty((num_steps, num_envs, *x.shape), x.dtype), example)
+    all_rows = jax.tree.leaves(rollout)
     for t in range(num_steps):
         observation = np.array(observation, example.observation.dtype)  # `envs` may overwrite it
         action, new_memory = agent.act(params, observation, memory, key, step + t * num_envs)
         env_action = agent.to_env_action(np.asarray(action))
         next_observation, reward, terminated, truncated, info = envs.step(env_action)
         now = Step(observation, action, reward, terminated, truncated, valid, memory)
-        for rows, x in zip(jax.tree.leaves(rollout), jax.tree.leaves(now), strict=True):
+        for rows, x in zip(all_rows, jax.tree.leaves(now), strict=True):
             rows[t] = x
         observation = next_observation
         memory = keep_memory(new_memory, valid)
@@ -638,11 +639,12 @@ def train(args: Args, run: Run, stop: list | None = None):
         script = (make_agent, make_more, Log, __file__)
         return cleanreplay.compiled.train(*script, jax_env, run, folder, stop)
     agent = make_agent()
-    log: Any = Log(agent, run, folder, stop)
+    log = Log(agent, run, folder, stop)
+    experiment: Any = log
     if cleanreplay:
-        log = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
-    with log, closing(make_more(args.num_envs, training=True)) as envs:
-        state = train_loop(agent, envs, log, jax.random.PRNGKey(run.seed))
+        experiment = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
+    with experiment, closing(make_more(args.num_envs, training=True)) as envs:
+        state = train_loop(agent, envs, experiment, jax.random.PRNGKey(run.seed))
     return state, np.array([log.mean_return()]), folder
 
 

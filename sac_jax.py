@@ -159,7 +159,7 @@ class Policy(NamedTuple):
     actor_opt_state: optax.OptState
     log_alpha: Array
     alpha_opt_state: optax.OptState
-    losses: Array  # [2], of actor and alpha, for the charts
+    losses: Array  # [2], of actor and alpha: the charts show them at each log entry
 
 
 class State(NamedTuple):
@@ -252,8 +252,7 @@ class SAC:
         mean, log_std = self.actor.apply(params, observation)
         if key is None:
             return nn.tanh(mean)
-        # 0 * mean: the draw waits for the mean, or XLA starts a thread, which takes longer.
-        key = jax.random.fold_in(key, step + jnp.int32(0 * mean[0, 0]))
+        key = jax.random.fold_in(key, step)
         noise = jax.random.normal(key, mean.shape, mean.dtype)
         action = nn.tanh(mean + jnp.exp(log_std) * noise)
         random_action = 2 * jax.scipy.stats.norm.cdf(noise) - 1  # uniform: one draw serves both
@@ -637,11 +636,12 @@ def train(args: Args, run: Run, stop: list | None = None):
         script = (make_agent, make_more, Log, __file__)
         return cleanreplay.compiled.train(*script, jax_env, run, folder, stop)
     agent = make_agent()
-    log: Any = Log(agent, run, folder, stop)
+    log = Log(agent, run, folder, stop)
+    experiment: Any = log
     if cleanreplay:
-        log = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
-    with log, closing(make_more(args.num_envs, training=True)) as envs:
-        state = train_loop(agent, envs, log, jax.random.PRNGKey(run.seed))
+        experiment = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
+    with experiment, closing(make_more(args.num_envs, training=True)) as envs:
+        state = train_loop(agent, envs, experiment, jax.random.PRNGKey(run.seed))
     return state, np.array([log.mean_return()]), folder
 
 

@@ -54,15 +54,15 @@ def time_ours(shape: tuple) -> list[float]:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     args = dqn_jax.Args(batch_size=BATCH, buffer_size=TRANSITIONS)
     space: Any = gym.spaces.Box(0, 255, shape, np.uint8)
-    alg: Any = dqn_jax.DQN(args, space, gym.spaces.Discrete(6))
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    agent: Any = dqn_jax.DQN(args, space, gym.spaces.Discrete(6))
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     observation, action, reward = (x[:, None] for x in experience(shape))
     flags = np.zeros((TRANSITIONS, 1), bool)
     steps = dqn_jax.Step(observation, action.astype(np.int32), reward, flags, flags, ~flags)
-    state = state._replace(replay=alg.replay.add_batch(state.replay, steps))
+    state = state._replace(replay=agent.replay.add_batch(state.replay, steps))
 
     def gradient_step(i: Any, state: Any) -> Any:
-        return alg.gradient_step(state, jax.random.PRNGKey(i), 0)[0]
+        return agent.gradient_step(state, jax.random.PRNGKey(i), i + 1)[0]
 
     def take_steps(state: Any) -> Any:
         return jax.lax.fori_loop(0, LOOP, gradient_step, state)

@@ -2,7 +2,7 @@
 
     pip install -e ".[bench]"
     python benchmarks/returns.py --scripts r2d2_jax benchmarks/recurrent_ppo --seeds 3 \
-        --env-ids memory_tasks:CartPoleNoVelocity-v0 --evaluations \
+        --env-ids cleanreplay.memory_tasks:CartPoleNoVelocity-v0 --evaluations \
         -- --total-timesteps 100000 --eval-interval 10000
 
 The hyperparameters are those of rl-baselines3-zoo for CartPole without velocities. An evaluation is
@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import tyro
-from machine import ROOT  # noqa: F401  with it memory_tasks is found
+from machine import ROOT  # noqa: F401  with it cleanreplay is found
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -26,6 +26,7 @@ import sys
 import time
 import timeit
 from collections import namedtuple
+from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,8 +37,8 @@ import numpy as np
 from machine import MISSING, ROOT, header, ratios, spread, table, write_json
 from returns import THRESHOLDS, agents, curve, new_run, reached, scalars
 
-import compiled
 import ppo_jax
+from cleanreplay import compiled
 
 PEERS = {"sb3": ("Stable-Baselines3", "stable_baselines3"), "sbx": ("SBX", "sbx")}
 HEADS = [
@@ -143,24 +144,27 @@ def run(configuration: Configuration, args: argparse.Namespace, seed: int) -> Ou
 def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> float:
     """Environment steps per second with random actions; of functional environments compiled."""
     run, args = ppo_jax.Run(env_id=env_id), ppo_jax.Args(num_envs=num_envs)  # takes any actions
-    alg, is_jax_env = ppo_jax.make_algorithm(args, run)
+    with closing(ppo_jax.make_envs(args, run, 1)) as one:
+        agent = ppo_jax.Agent(args, one.single_observation_space, one.single_action_space)
+        jax_env = compiled.find_jax_env(one, run)
     envs = ppo_jax.make_envs(args, run, num_envs)
     actions = np.stack([envs.action_space.sample() for _ in range(1_000)])
     envs.reset(seed=0)
-    if is_jax_env:
-        jax_envs = compiled.Trainer(alg, run).envs
-        jax_envs.alg = SimpleNamespace(
+    if jax_env:
+        walker: Any = SimpleNamespace(
             args=args,
-            example_step=alg.example_step,
+            example_step=agent.example_step,
             rollout_shape=actions.shape[:2],
-            act=lambda actions, _, memory, key, step: (actions[step // num_envs], memory),
+            act=lambda actions, _, key, step: actions[step // num_envs],
             to_env_action=lambda action: action,
         )
+        func_env, limit = jax_env.unwrapped.func_env, jax_env.spec.max_episode_steps
+        jax_envs = compiled.JaxEnvs(walker, func_env, limit)
         key, collect = jax.random.PRNGKey(0), jax.jit(jax_envs.collect)
         state = jax_envs.reset(key, num_envs)
 
     def walk() -> Any:
-        if is_jax_env:
+        if jax_env:
             return jax.block_until_ready(collect(state, actions, key, 0))
         return [envs.step(action) for action in actions]
 
@@ -198,7 +202,9 @@ def train_peer(args: argparse.Namespace) -> None:
         settings["policy_kwargs"] = {"ortho_init": True}
         own = {"clip_range_vf": ours.clip_coef}
     folder = Path(f"runs/{args.peer}__{time.time():.0f}")
-    log = ppo_jax.Log(folder, {"total_timesteps": args.total_timesteps}, quiet=True)
+    about: Any = SimpleNamespace(args=args, steps_per_iteration=args.num_envs)
+    log = ppo_jax.Log(about, ppo_jax.Run(), folder, [])
+    log.open(first_step=0, quiet=True)
     ended: list[dict[str, float]] = []  # episodes since the last point
 
     def on_step(training: dict, _: dict) -> bool:
@@ -209,15 +215,15 @@ def train_peer(args: argparse.Namespace) -> None:
             metrics["charts/episodic_return"] = sum(x["r"] for x in ended) / number
             metrics["charts/episodic_length"] = sum(x["l"] for x in ended) / number
             ended.clear()
-            log.add_scalars(step, metrics)  # without NaN
+            log.write(step, metrics)  # without NaN
         return True
 
     envs = make_vec_env(args.env_id, args.num_envs, args.seed)
     settings |= (own if args.peer == "sb3" else {}) | dict(seed=args.seed, device="cpu")
     make = getattr(importlib.import_module(PEERS[args.peer][1]), args.algorithm.upper())
     model, start = make("MlpPolicy", envs, **settings), time.time()
-    model.learn(args.total_timesteps, callback=on_step)
-    log.writer.close()
+    with log:
+        model.learn(args.total_timesteps, callback=on_step)
 
 
 def beside(configuration: Configuration, chosen: list[Configuration]) -> Any:

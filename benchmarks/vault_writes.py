@@ -27,7 +27,7 @@ import numpy as np
 from machine import header, table
 
 import buffers
-import vault
+from cleanreplay import vault
 
 HEADS = [
     *("environment", "rows", "MB", "ours ms", "Flashbax ms", "plain file ms"),

@@ -18,11 +18,14 @@ algorithm is the protocol `Agent` in `agents`.
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cleanreplay.errors import UsageError as UsageError
+
+if TYPE_CHECKING:
+    from cleanreplay import checkpoints, compiled, experiment, images, usage, vault  # noqa: F401
 
 MODULES = ("checkpoints", "compiled", "experiment", "images", "usage", "vault")
 

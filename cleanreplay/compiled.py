@@ -212,12 +212,15 @@ def find_jax_env(envs: Any, run: Any) -> Any:
     is_jax_env = hasattr(env, "func_env") and isinstance(env.observation_space, Box)
     if is_jax_env and run.vectorization == "auto":
         return wrapped
-    if hasattr(wrapped.unwrapped, "func_env") and run.vectorization == "auto":
-        tqdm.write(f"{run.env_id} is not compiled, because of its wrappers or observations: {env}")
+    why = "is not written in JAX"
+    if hasattr(wrapped.unwrapped, "func_env"):
+        why = "is not compiled"
+        if run.vectorization == "auto":
+            tqdm.write(f"{run.env_id} {why}, because of its wrappers or observations: {env}")
     if run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
         how = "start a run for each seed instead, see docs/scale.md"
         flags = "num_seeds, num_devices, distributed"
-        raise UsageError(f"{flags}: {run.env_id} is not written in JAX; {how}")
+        raise UsageError(f"{flags}: {run.env_id} {why}; {how}")
     return None
 
 

@@ -39,6 +39,7 @@ class Experiment(AbstractContextManager):
 
     first_step = property(lambda self: self.log.first_step)
     total = property(lambda self: self.log.total)
+    writer = property(lambda self: self.log.writer)
 
     def __enter__(self) -> "Experiment":
         self.keeper.__enter__()
@@ -96,8 +97,12 @@ class Experiment(AbstractContextManager):
             with closing(self.make_envs(1, f"{self.log.folder}/videos/{step}")) as envs:
                 play(envs)
 
+    def write(self, step: int, metrics: dict) -> None:
+        """Adds a point to each chart whose number is finite."""
+        self.log.write(step, metrics)
+
     def mean_return(self) -> float:
-        """The mean return of the last 100 episodes, NaN before the first."""
+        """The mean return of the last episodes."""
         return self.log.mean_return()
 
     def __exit__(self, *error: Any) -> None:

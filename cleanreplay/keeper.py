@@ -83,7 +83,7 @@ class Keeper(AbstractContextManager):
         if jax.process_index() == 0:
             self.on_exit.callback(lock(self.folder))
             flags = {"script": str(self.script), "run": vars(self.before[0]), "args": vars(args)}
-            (self.folder / "args.json").write_text(json.dumps(flags))
+            (self.folder / "args.json").write_text(usage.to_json(flags))
             tracking.write_origin(self.folder, self.first_step, self.script)
         if run.track:
             self.on_exit.callback(tracking.log_videos, self.folder, self.first_step)
@@ -135,6 +135,8 @@ class Keeper(AbstractContextManager):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if isinstance(error, RuntimeError) and "deleted" in str(error):
             error.add_note(DONATED)
+        if isinstance(error, Exception) and not hasattr(error, "__notes__"):
+            error.add_note(f"in {self.run.env_id}, {self.folder}")
         self.on_exit.close()
 
 

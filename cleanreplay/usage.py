@@ -165,7 +165,7 @@ def read_run(folder: Path | str) -> dict:
     """What the folder of a run says of it: flags `run` and `args`, and the file of the `script`."""
     try:
         text = Path(folder, "args.json").read_text()
-        saved = json.loads(text, parse_constant=lambda _: None)  # infinity, in old runs
+        saved = json.loads(text)
         saved = {"run": dict(saved["run"]), "args": dict(saved["args"])} | saved
         return {"script": f"{saved['run']['exp_name']}.py"} | saved  # old runs do not say it
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -186,8 +186,25 @@ def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any
     if unknown:
         text = f"is a run of another script, which has {', '.join(sorted(unknown))}"
         raise UsageError(f"resume: {folder} {text}")
-    args = {name: tuple(x) if isinstance(x, list) else x for name, x in args.items()}
-    return run_class(**run | {"distributed": ""}), args_class(**args)
+    if args.get("target_kl") == math.inf:  # in old runs
+        args["target_kl"] = None
+    run = from_json(run | {"distributed": ""}, run_class)
+    return run_class(**run), args_class(**from_json(args, args_class))
+
+
+def from_json(flags: dict, flags_class: Any) -> dict:
+    """Flags with the types that they had before they were written as JSON."""
+    types: dict[str, Any] = {field.name: field.type for field in fields(flags_class)}
+    flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
+    for name, x in flags.items():
+        if isinstance(types[name], type) and not isinstance(x, types[name]) and x is not None:
+            flags[name] = types[name](x)  # such as a Path, or an Enum
+    return flags
+
+
+def to_json(flags: dict) -> str:
+    """Flags as JSON; what JSON does not know is written as a text, or as the value of an Enum."""
+    return json.dumps(flags, default=lambda x: getattr(x, "value", str(x)))
 
 
 def check_resume(args: Any, run: Any) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import tempfile
-from functools import partial
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
@@ -41,22 +40,6 @@ for name, examples in (("quick", 25), ("full", 100)):
     )
 settings.load_profile("quick")
 
-slow = partial(pytest.param, marks=pytest.mark.slow)  # a test's parameters, see pyproject.toml
-
-# Flags with which a run takes a second or two.
-SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
-SMALL_PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=1, update_epochs=1)
-COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
-
-
-def one_line(result, code=2):
-    """The one line on stderr of `run_main`, which ended with this exit code."""
-    given, _, err = result
-    (line,) = err.strip().splitlines()
-    assert given == code
-    assert line.startswith("error: ")
-    return line
-
 
 @pytest.fixture(autouse=True, scope="module")
 def strict_promotion(request):
@@ -86,16 +69,16 @@ def optimised():
 @pytest.fixture
 def stop_at(monkeypatch):
     """Gives, for a step, `stop` of a compiled run to which a signal comes at that step."""
-    import compiled
+    from cleanreplay import compiled
 
     def stop_at(step):
         stop = []
         log_entries = compiled.log_entries
 
-        def log_and_signal(logs, begin, interval, metrics, seconds):
-            if begin < step <= begin + interval * metrics["finite"].shape[1]:
+        def log_and_signal(logs, begin, interval, entries, seconds):
+            if begin < step <= begin + interval * entries.finite.shape[1]:
                 stop.append(signal.SIGTERM)
-            log_entries(logs, begin, interval, metrics, seconds)
+            log_entries(logs, begin, interval, entries, seconds)
 
         monkeypatch.setattr(compiled, "log_entries", log_and_signal)
         monkeypatch.setattr(compiled, "LONG_CALL", 0)  # a call is one log entry, however fast

@@ -13,10 +13,9 @@ import environments  # noqa: F401  registers the environments
 import jax
 import numpy as np
 import pytest
-from conftest import slow
-from events import ROOT, read_events
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from helpers import ROOT, find_jax_env, read_events, slow
 
 import dqn_jax
 import ppo_jax
@@ -69,8 +68,7 @@ def test_sync_steps_single_environments_at_every_number(env_id, shape, num_envs)
 @pytest.mark.parametrize(("vectorization", "expected"), [("auto", True), ("sync", False)])
 def test_sync_steps_an_environment_in_jax_like_any_other(vectorization, expected):
     run = ppo_jax.Run(env_id="phys2d/CartPole-v1", vectorization=vectorization)
-    _, is_functional = ppo_jax.make_algorithm(ppo_jax.Args(), run)
-    assert is_functional is expected
+    assert (find_jax_env(ppo_jax, ppo_jax.Args(), run) is not None) is expected
 
 
 def test_each_environment_has_a_process_where_they_are_async():

@@ -1,198 +1,46 @@
-"""What the buffers hold and draw, against plain Python lists and exact distributions."""
+"""What the buffers hold and draw, against plain Python lists and exact distributions; its help."""
 
 import ast
 import doctest
 import pydoc
 import sys
 from collections import deque
-from collections.abc import Callable
-from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
-from hypothesis import given, settings
+from helpers import (
+    Windows,
+    as_mask,
+    assert_trees_equal,
+    batches,
+    both,
+    decode,
+    describe,
+    encode,
+    examples,
+    kept,
+    shift,
+    shift_by,
+    slow,
+    start_at,
+)
+from hypothesis import given
 from scipy import stats
 
 import buffers
 
 
-def examples(percent):
-    """So many of the examples of the profile, see conftest.py."""
-    return settings(max_examples=settings.default.max_examples * percent // 100)
-
-
-# ----------------------------------------------------------------------------------------- helpers
-
-
-def encode(ids):
-    """Items [*ids.shape, ...] with the id in every field, so that a misaligned gather shows."""
-    ids = np.asarray(ids, np.int32)
-    return {
-        "id": ids,
-        "obs": np.repeat(ids[..., None], 3, axis=-1).astype(np.float32),
-        "img": np.tile((ids % 256).astype(np.uint8)[..., None, None], (2, 2)),
-    }
-
-
-def decode(items):
-    """The ids of items, all of whose fields must agree."""
-    ids = np.asarray(items["id"])
-    assert_trees_equal(items, encode(ids))
-    return ids
-
-
-def assert_trees_equal(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def shift(item):
-    return jax.tree.map(lambda x: x + 1, item)
-
-
-def shift_by(item, by):
-    return jax.tree.map(lambda x: x + by.astype(x.dtype), item)
-
-
-def start_at(state, cursor):
-    """An empty state that has already counted `cursor` rows."""
-    return state._replace(cursor=jnp.int32(cursor))
-
-
-class Windows(NamedTuple):
-    """The arguments of a replay buffer, and all that it may draw, in plain Python."""
-
-    rows: int
-    envs: int | None = None
-    length: int | None = None
-    period: int = 1
-    factory: Callable = buffers.uniform_replay
-
-    def prioritised(self):
-        return self._replace(factory=buffers.prioritised_replay)
-
-    @property
-    def num_envs(self):
-        return self.envs or 1
-
-    @property
-    def lead(self):
-        """The axes of one row."""
-        return () if self.envs is None else (self.envs,)
-
-    @property
-    def max_size(self):
-        return self.rows * self.num_envs
-
-    @property
-    def modulus(self):
-        return buffers.cursor_modulus(self.rows, self.num_envs)
-
-    def replay(self, donate=True):
-        return make_replay(self, donate)
-
-    def ids(self, first, count):
-        """Ids of rows `first`, ..., `first + count - 1`: row * N + environment."""
-        ids = np.arange(first, first + count)[:, None] * self.num_envs
-        return (ids + np.arange(self.num_envs)).reshape(count, *self.lead)
-
-    def masked_ids(self, first, length, mask):
-        """Ids of a batch, and how many rows the mask keeps: from `first` on, the others are -1."""
-        keep = np.array([True] * length if mask is None else mask)
-        number_kept = int(keep.sum())
-        ids = np.full((length, *self.lead), -1)
-        ids[keep] = self.ids(first, number_kept)
-        return ids, number_kept
-
-    def index_of(self, ids):
-        """The index of each id, where ids are row * N + environment: bounded, as the cursor is."""
-        return np.asarray(ids, np.int64) % (self.modulus * self.num_envs)
-
-    def valid(self, first, total):
-        """The first id of every window there is, when rows `first`, ..., `total - 1` were added."""
-        starts = []
-        for row in range(max(first, total - self.rows), total):
-            is_complete = row + (self.length or 1) <= total
-            if is_complete and row % self.period == 0:
-                starts += [row * self.num_envs + env for env in range(self.num_envs)]
-        return starts
-
-    def window(self, start):
-        """The ids of the windows that start at each id of `start`."""
-        if self.length is None:
-            return start
-        return start[..., None] + self.num_envs * np.arange(self.length)
-
-    def starts(self, windows):
-        """The ids at which these windows start."""
-        return windows if self.length is None else windows[:, 0]
-
-
-@cache  # so that tests share what is compiled
-def make_replay(shape, donate):
-    return shape.factory(
-        shape.max_size,
-        num_envs=shape.envs,
-        sequence_length=shape.length,
-        period=shape.period,
-        donate=donate,
-    )
-
-
-def describe(value):
-    """The name of a shape in the name of a test; pytest names all else."""
-    if not isinstance(value, Windows):
-        return None
-    name = f"{value.rows}x{value.num_envs}-window{value.length}-period{value.period}"
-    if value.factory is buffers.prioritised_replay:
-        name += "-prioritised"
-    return name
-
-
-def both(*shapes):
-    """Those of uniform replay, and the same of prioritised replay."""
-    return [*shapes, *(shape.prioritised() for shape in shapes)]
-
-
 def general_first(general, *special):
-    """The general one, uniform and prioritised; by default none of what are special cases of it."""
+    """The general `Windows`, of both replays; its special cases, too, but only as slow tests."""
     return [general, general.prioritised(), *map(slow, both(*special))]
 
 
 # ------------------------------------------------------------------ operations against plain Python
-
-
-def batches(*lengths):
-    """A static length, and a mask of that length or None."""
-
-    def with_mask(length):
-        masks = st.lists(st.booleans(), min_size=length, max_size=length)
-        return st.tuples(st.just(length), st.none() | masks)
-
-    return st.sampled_from(lengths).flatmap(with_mask)
-
-
-def kept(rows, mask):
-    """The rows that a mask keeps, which are all without one."""
-    if mask is None:
-        return list(rows)
-    return [row for row, keep in zip(rows, mask, strict=True) if keep]
-
-
-def as_mask(mask):
-    return None if mask is None else np.array(mask)
-
 
 CIRCULAR = buffers.circular_buffer(5)
 CIRCULAR_MODULUS = buffers.cursor_modulus(5, 1)
@@ -682,83 +530,3 @@ def test_random_numbers_below_a_bound_are_exact(bound):
     high, low = np.asarray(bits).astype(object)
     r = (high << 32) + low
     assert got.tolist() == (bound * r >> 64).tolist()
-
-
-# ---------------------------------------------------------------------------------------- rollouts
-
-
-@pytest.mark.parametrize(
-    ("rows", "epochs", "num_minibatches"),
-    [(1, 3, 1), slow(2, 9, 2), slow(64, 5, 4), (65, 4, 5), slow(300, 1, 1), (70_000, 3, 7)],
-)
-def test_minibatches_of_an_epoch_hold_every_row_once(rows, epochs, num_minibatches):
-    minibatches = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)
-    assert minibatches.shape == (epochs, num_minibatches, rows // num_minibatches)
-    assert minibatches.dtype == jnp.int32
-    for order in np.asarray(minibatches).reshape(epochs, rows):
-        np.testing.assert_array_equal(np.sort(order), np.arange(rows))
-
-
-@pytest.mark.parametrize(
-    ("rows", "epochs", "num_minibatches"),
-    [slow(64, 5, 4), (65, 4, 5), slow(300, 1, 1), (70_000, 3, 7)],
-)
-def test_every_epoch_and_every_key_has_an_order_of_its_own(rows, epochs, num_minibatches):
-    minibatches = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)
-    orders = np.asarray(minibatches).reshape(epochs, rows).tolist()
-    rollout = range(rows)  # the order in which rows come, that of no epoch
-    assert len({tuple(order) for order in [rollout, *orders]}) == epochs + 1
-
-    other = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, num_minibatches)
-    assert np.mean(minibatches == other) < 0.2
-
-
-def test_rows_that_minibatches_do_not_divide_are_an_error():
-    with pytest.raises(ValueError, match="rows must be a multiple of num_minibatches=5, got 12: "):
-        buffers.shuffled_minibatches(jax.random.key(0), 12, 3, 5)
-
-
-def test_orders_are_equally_likely():
-    minibatches = buffers.shuffled_minibatches(jax.random.key(0), 4, 30_000, 2)
-    in_base_4 = minibatches.reshape(30_000, 4) @ jnp.array([64, 16, 4, 1])
-    order = np.unique(in_base_4, return_inverse=True)[1]
-    assert stats.chisquare(np.bincount(order, minlength=24)).pvalue > 1e-3
-    # Nor does an epoch depend on the one before.
-    pairs = order.reshape(-1, 2) @ [24, 1]
-    assert stats.chisquare(np.bincount(pairs, minlength=24**2)).pvalue > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("rows", "epochs", "groups"), [(60, 5_000, 60), (2**16, 20, 64), (2**17, 10, 64)]
-)
-def test_rows_land_everywhere_alike(rows, epochs, groups):
-    """Counts of (group of rows, minibatch); with 2**16 rows many have the same random bits."""
-    minibatches = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, groups)
-    group = np.asarray(minibatches) // (rows // groups)
-    minibatch = np.arange(groups)[:, None]
-    cells = group * groups + minibatch
-    counts = np.bincount(cells.ravel(), minlength=groups**2)
-    expected = epochs * rows / groups**2
-    # The counts of an epoch are hypergeometric: every row and every place is taken once.
-    statistic = ((counts - expected) ** 2).sum() / expected * (rows - 1) / rows
-    assert 1e-3 < stats.chi2((groups - 1) ** 2).sf(statistic) < 1 - 1e-3
-
-
-@pytest.mark.parametrize("rows", [2**16, 2**20])
-def test_small_minibatches_of_many_rows_are_of_all_times(rows):
-    """Their mean rows spread as those of 64 numbers that are drawn without replacement."""
-    (minibatches,) = buffers.shuffled_minibatches(jax.random.key(2), rows, 1, rows // 64)
-    means = np.asarray(minibatches).mean(axis=1) / rows
-    np.testing.assert_allclose(means.std(), np.sqrt(1 / 12 / 64), rtol=0.1)
-
-
-def test_minibatches_are_the_same_under_jit_and_vmap():
-    keys = jax.random.split(jax.random.key(0), 3)
-    sizes = (24, 3, 4)
-    eager = [buffers.shuffled_minibatches(key, *sizes) for key in keys]
-    assert len({tuple(minibatches.ravel().tolist()) for minibatches in eager}) == 3
-
-    jitted = jax.jit(buffers.shuffled_minibatches, static_argnums=(1, 2, 3))
-    assert_trees_equal([jitted(key, *sizes) for key in keys], eager)
-    together = jax.vmap(lambda key: buffers.shuffled_minibatches(key, *sizes))(keys)
-    assert_trees_equal(together, jnp.stack(eager))

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from helpers import assert_trees_equal, encode, shift, shift_by, slow
 from jax.sharding import PartitionSpec
-from test_buffers import assert_trees_equal, encode, shift, shift_by
 
 import buffers
 
@@ -437,13 +436,13 @@ def test_the_loop_of_a_script_does_not_touch_the_whole_tree(agents):
 def test_the_functions_donate_by_themselves(name):
     state, functions = writes("items")
     function, args = functions[name]
-    assert_in_place(function.lower(state, *args).compile())
+    assert_in_place(function.__wrapped__.lower(state, *args).compile())
 
 
 def test_a_copy_would_be_seen():
     state, functions = writes("items", donate=False)
     function, args = functions["add"]
-    compiled = function.lower(state, *args).compile()
+    compiled = function.__wrapped__.lower(state, *args).compile()
     assert len(storage_copies(compiled)) == len(ITEM)
     assert compiled.memory_analysis().alias_size_in_bytes == 0
 
@@ -517,7 +516,7 @@ def test_rows_are_written_without_a_copy_of_them(kind, masked):
     row_shape = (4,) if kind == "streams" else ()
     rows = {"image": jax.ShapeDtypeStruct((16, *row_shape, 32, 32, 3), np.float32)}
     mask = [jax.ShapeDtypeStruct((16,), bool)] if masked else []
-    memory = buffer.add_batch.lower(state, rows, *mask).compile().memory_analysis()
+    memory = buffer.add_batch.__wrapped__.lower(state, rows, *mask).compile().memory_analysis()
     bytes_of_images = 16 * 32 * 32 * 3 * 4
     assert memory.temp_size_in_bytes < bytes_of_images / 2
 

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from helpers import assert_trees_equal, decode, encode, shift, slow
 from jax.experimental import checkify
-from test_buffers import assert_trees_equal, decode, encode, shift
 
 import buffers
 

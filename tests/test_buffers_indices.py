@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_buffers import Windows, both, decode, describe, encode, shift, start_at
+from helpers import Windows, both, decode, describe, encode, shift, start_at
 
 import buffers
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
-from test_buffers import assert_trees_equal, decode, encode, shift
+from helpers import assert_trees_equal, decode, encode, shift, slow
 
 import buffers
 

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from test_buffers import decode, encode
+from helpers import decode, encode
 
 import buffers
 

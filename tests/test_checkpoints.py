@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +18,17 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from conftest import COUNTER, SMALL_DQN, one_line, slow
 from environments import Chain
-from events import ROOT, read_events
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
+from helpers import COUNTER, ROOT, SMALL_DQN, make_agent, make_trainer, one_line, read_events, slow
 
-import checkpoints
-import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import sac_jax
-import usage
+from cleanreplay import checkpoints, keeper, load_policy, usage
 from dqn_jax import UsageError
 
 DQN_FLAGS = dict(learning_starts=100, batch_size=8, buffer_size=200, n_step=2)
@@ -57,6 +57,11 @@ def logged_steps(folder, tag="charts/SPS"):
     """The steps at which a run has points in a chart."""
     scalars, _ = read_events(folder)
     return [step for step, _ in scalars[tag]]
+
+
+def gradient_steps(state):
+    """How many Adam has taken."""
+    return int(optax.tree_utils.tree_get(state.opt_state, "count"))
 
 
 def run_folder(parent):
@@ -103,7 +108,7 @@ def test_a_resumed_run_has_the_layers_of_the_run(module, flags, run_main, tmp_pa
     (folder,) = (tmp_path / "runs").iterdir()
     code, _, error = run_main(module, "--resume", str(folder), "--total-timesteps", "200")
     assert code == 0, error
-    policy = module.load_policy(folder)
+    policy = load_policy(folder)
     assert policy(np.zeros((2, 3 if module is sac_jax else 4), np.float32)).shape[0] == 2
     _, args = usage.read_flags(folder, module.Run, module.Args)
     assert args.hidden_sizes == (7, 5)
@@ -129,7 +134,7 @@ def test_an_ordinary_run_goes_on_and_later_points_are_dropped(tmp_path):
     expected = np.interp(np.arange(110, 300, 20), [0, 150], [1.0, 0.05])
     np.testing.assert_allclose(epsilon, expected, rtol=1e-6)
     # A gradient step in each iteration of 10 steps that starts at 50 or later.
-    assert int(state.num_updates) == 25
+    assert gradient_steps(state) == 25
     assert checkpoint_steps(folder) == [200, 300]
     saved = json.loads((folder / "args.json").read_text())
     assert saved["args"]["total_timesteps"] == 300
@@ -142,9 +147,8 @@ def test_what_is_saved_is_what_train_returns():
     run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=0)
     state, _, folder = dqn_jax.train(args, run)
     saver = checkpoints.Checkpoints(folder)
-    saved = saver.restore(jax.tree.map(jnp.zeros_like, state))
-    recent = saver.recent_returns
-    assert saver.begin == 200
+    step, saved, recent = saver.restore(jax.tree.map(jnp.zeros_like, state))
+    assert step == 200
     assert_equal_trees(saved, state)
     assert int(saved.replay.size) == 100  # rows of two environments
     # Two environments end episodes of 2, 3, 4 and 5 steps, and as many rewards of 1, 2, ...
@@ -247,10 +251,11 @@ def start(folder, *flags):
 
 
 def resume_to(folder, total_timesteps):
-    """Trains the run in this folder up to so many steps, in this process."""
+    """Trains the run of DQN in this folder up to so many steps, in this process: its State."""
     run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     args = replace(args, total_timesteps=total_timesteps)
-    dqn_jax.train(args, replace(run, resume=str(folder), eval_episodes=0))
+    state, _, _ = dqn_jax.train(args, replace(run, resume=str(folder), eval_episodes=0))
+    return state
 
 
 def at_step(number, what, monkeypatch):
@@ -322,13 +327,11 @@ def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path):
     assert logged_steps(folder) == list(range(20, newest + 41, 20))
 
 
-def newest_checkpoint(folder):
-    """The step, the state and the last returns of the newest whole checkpoint of a run of DQN."""
-    run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    alg, _ = dqn_jax.make_algorithm(args, run)
-    saver = checkpoints.Checkpoints(folder)
-    state = saver.restore(jax.jit(alg.init)(jax.random.PRNGKey(0)))
-    return saver.begin, state, saver.recent_returns
+def newest_checkpoint(folder, module=dqn_jax):
+    """The step, the state and the last returns of the newest whole checkpoint of a run."""
+    run, args = usage.read_flags(folder, module.Run, module.Args)
+    agent = make_agent(module, args, run)
+    return checkpoints.Checkpoints(folder).restore(jax.jit(agent.init)(jax.random.PRNGKey(0)))
 
 
 @pytest.mark.slow
@@ -351,23 +354,35 @@ def test_killed_while_it_saves_a_run_goes_on_and_all_can_be_read(tmp_path):
         newest = step
         # A row of the replay for each step, and gradient steps from step 50 on.
         assert int(state.replay.size) == min(step, 100)
-        assert int(state.num_updates) == max(step - 50, 0) // 10
+        assert gradient_steps(state) == max(step - 50, 0) // 10
         assert np.isfinite(recent).all()
-        assert checkpoints.load_policy(folder, dqn_jax)(np.zeros((3, 4), np.float32)).shape == (3,)
+        assert load_policy(folder)(np.zeros((3, 4), np.float32)).shape == (3,)
 
 
-def test_a_failing_environment_is_named_and_keeps_a_checkpoint(tmp_path):
-    flags = dict(num_envs=2, learning_starts=50, batch_size=8, buffer_size=100)
-    args = dqn_jax.Args(total_timesteps=2_000, **flags)
-    run = dqn_jax.Run(env_id="environments:Failing-v0", log_interval=20)
+# DQN collects while a thread learns: the iteration that was learned meanwhile is not logged.
+@pytest.mark.parametrize(
+    ("module", "flags", "num_updates", "last_logged"),
+    [
+        (dqn_jax, dict(learning_starts=50, batch_size=8, buffer_size=100), 123, 1260),
+        (ppo_jax, dict(num_steps=8, num_minibatches=1, update_epochs=1), 80, 1280),
+    ],
+    ids=["dqn", "ppo"],
+)
+def test_a_failing_environment_is_named_and_keeps_a_checkpoint(
+    module, flags, num_updates, last_logged, tmp_path
+):
+    args = module.Args(total_timesteps=2_000, num_envs=2, **flags)
+    run = module.Run(env_id="environments:Failing-v0", log_interval=20)
     with pytest.raises(RuntimeError, match="broken") as caught:
-        dqn_jax.train(args, run)
+        module.train(args, run)
     # Episodes of 2, 3, 4 and 5 steps, each followed by a row that only resets: the 500th `step` of
     # each of the two is its 643rd row, which is in the iteration from step 1280 on.
     folder = run_folder(tmp_path)
     assert caught.value.__notes__ == [f"in environments:Failing-v0 at step 1280 of {folder}"]
     assert checkpoint_steps(folder) == [1280]
-    assert logged_steps(folder, "losses/td_loss")[-1] == 1260  # 1280 had not been logged yet
+    step, state, _ = newest_checkpoint(folder, module)
+    assert (step, gradient_steps(state)) == (1280, num_updates)
+    assert logged_steps(folder)[-1] == last_logged
 
 
 def test_of_a_failure_in_the_first_rollout_nothing_is_left_to_resume(tmp_path, monkeypatch):
@@ -477,7 +492,7 @@ def test_a_script_with_other_layers_names_the_first_that_differs(saved_run, monk
     layer = r"params.Dense_0.bias is \(120,\) there, \(2,\) here"
     for begin in (
         lambda: dqn_jax.train(args, run),
-        lambda: checkpoints.load_policy(folder, dqn_jax),
+        lambda: load_policy(folder),
     ):
         with pytest.raises(
             UsageError, match=f"is of another script or version: .*{layer}"
@@ -486,9 +501,59 @@ def test_a_script_with_other_layers_names_the_first_that_differs(saved_run, monk
         assert "\n" not in str(caught.value)
 
 
+def as_of_the_old_version(folder):
+    """Changes the folder of a run to what it was before there was the package cleanreplay."""
+    step, state, recent = newest_checkpoint(folder)
+    replay = state.replay._replace(storage=OldStep(*state.replay.storage, memory=()))
+    old = OldState(*state._replace(replay=replay), num_updates=jnp.int32(15))
+    shutil.rmtree(folder / "checkpoints")
+    checkpoints.Checkpoints(folder).save(step, old, state.params, recent)
+    file = folder / "args.json"
+    flags = json.loads(file.read_text())
+    del flags["script"]
+    flags["run"]["env_id"] = flags["run"]["env_id"].removeprefix("cleanreplay.")
+    assert flags["run"]["env_id"].startswith("memory_tasks:")
+    file.write_text(json.dumps(flags))
+
+
+OldState = namedtuple("OldState", [*dqn_jax.State._fields, "num_updates"])
+OldStep = namedtuple("OldStep", [*dqn_jax.Step._fields, "memory"])
+
+
+@pytest.fixture
+def old_and_new():
+    """The folder of a run as the old version left it, and the same run's of this version."""
+    env_id = "cleanreplay.memory_tasks:CartPoleNoVelocity-v0"
+    run = dqn_jax.Run(env_id=env_id, eval_episodes=0, log_interval=50)
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
+    old = Path("old").absolute()
+    shutil.copytree(folder, old)
+    as_of_the_old_version(old)
+    return old, folder
+
+
+def test_a_run_of_the_old_version_goes_on_as_one_of_this_version(old_and_new):
+    old, new = (resume_to(folder, 300) for folder in old_and_new)
+    assert gradient_steps(old) == 25
+    assert_equal_trees(old, new)
+    saved = [json.loads((folder / "args.json").read_text()) for folder in old_and_new]
+    assert saved[0] == saved[1]
+    assert logged_steps(old_and_new[0]) == [50, 100, 150, 200, 250, 300]
+
+
+def test_a_policy_of_the_old_version_is_loaded_with_the_file_of_its_script(old_and_new):
+    old, new = old_and_new
+    with pytest.raises(UsageError, match=r"no script .*dqn_jax.py: say where"):
+        load_policy(old)
+    observations = np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)
+    actions = load_policy(old, dqn_jax.__file__)(observations)
+    assert set(actions) == {0, 1}
+    np.testing.assert_array_equal(actions, load_policy(new)(observations))
+
+
 def test_two_processes_do_not_train_in_one_folder(saved_run):
     folder, args, run = saved_run
-    unlock = usage.lock_run(folder)
+    unlock = keeper.lock(folder)
     with pytest.raises(UsageError, match="another process trains in"):
         dqn_jax.train(args, run)
     unlock()
@@ -540,7 +605,7 @@ def test_a_resume_holds_one_replay(tmp_path):
     assert peaks[1] < 1.3 * peaks[0]
 
 
-def add_numbered(alg, state, numbers):
+def add_numbered(agent, state, numbers):
     """Adds steps of one environment that observe these numbers, with rewards of 1 and no end."""
     rows = len(numbers)
     steps = dqn_jax.Step(
@@ -551,13 +616,13 @@ def add_numbered(alg, state, numbers):
         truncated=jnp.zeros((rows, 1), bool),
         valid=jnp.ones((rows, 1), bool),
     )
-    return state._replace(replay=alg.replay.add_batch(state.replay, steps))
+    return state._replace(replay=agent.replay.add_batch(state.replay, steps))
 
 
-def windows_around(alg, state, first_row, num_rows):
+def windows_around(agent, state, first_row, num_rows):
     """Transitions of all windows that start in these rows of the replay of one environment."""
     indices = np.arange(first_row, first_row + num_rows)
-    return alg.to_transitions(alg.replay.get(state.replay, indices))
+    return agent.to_transitions(agent.replay.get(state.replay, indices), None)
 
 
 @pytest.mark.parametrize("n_step", [slow(1), 3, slow(16)])
@@ -567,13 +632,13 @@ def test_a_cut_is_a_truncation(n_step):
         num_envs=1, train_frequency=1, frame_stack=2, n_step=n_step, gamma=0.5, buffer_size=100
     )
     space = gym.spaces.Box(0, 1_000, (2, 1), np.float32)
-    alg = dqn_jax.DQN(args, space, gym.spaces.Discrete(2))
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    state = add_numbered(alg, state, np.arange(1, 31))
-    state = alg.on_resume(state)
-    state = add_numbered(alg, state, np.arange(101, 131))
+    agent = dqn_jax.DQN(args, space, gym.spaces.Discrete(2))
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    state = add_numbered(agent, state, np.arange(1, 31))
+    state = agent.on_resume(state)
+    state = add_numbered(agent, state, np.arange(101, 131))
 
-    transitions = windows_around(alg, state, first_row=10, num_rows=25)
+    transitions = windows_around(agent, state, first_row=10, num_rows=25)
     for i in range(25):
         # The window's newest observation in the first stack is that of row i + 11.
         number = i + 12
@@ -659,10 +724,9 @@ def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_mai
 
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "40"]
     run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    alg, _ = dqn_jax.make_algorithm(args, run)
-    saver = checkpoints.Checkpoints(folder)
-    training = saver.restore(compiled.Trainer(alg, run).init())
-    assert saver.begin == 40
+    like = make_trainer(dqn_jax, args, run).init()
+    step, training, _ = checkpoints.Checkpoints(folder).restore(like)
+    assert step == 40
     for leaf in jax.tree.leaves(training.agent.params):
         assert np.isfinite(leaf).all()
     assert not any((folder / "best").iterdir())  # a score that is NaN is that of no best agent
@@ -700,9 +764,10 @@ def test_a_resumed_run_keeps_its_priorities():
     args = per_dqn_jax.Args(**SMALL_DQN)
     run = per_dqn_jax.Run(**COUNTER)
     before, _, folder = per_dqn_jax.train(args, run)
-    alg, _ = per_dqn_jax.make_algorithm(args, run)
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    after = alg.on_resume(checkpoints.Checkpoints(folder).restore(state))
+    agent = make_agent(per_dqn_jax, args, run)
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    _, state, _ = checkpoints.Checkpoints(folder).restore(state)
+    after = agent.on_resume(state)
     assert len(np.unique(np.concatenate(jax.tree.leaves(before.replay.tree), axis=None))) > 10
     jax.tree.map(np.testing.assert_array_equal, after.replay.tree, before.replay.tree)
     assert after.replay.max_priority == before.replay.max_priority

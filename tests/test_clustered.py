@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from helpers import as_mask, batches, decode, encode, examples, kept, shift, slow
 from hypothesis import given
 from scipy import stats
-from test_buffers import as_mask, batches, decode, encode, examples, kept, shift
 
 import buffers
 

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
-from events import ROOT
+from helpers import ROOT, slow
 
 import buffers
-from vault import Vault
+from cleanreplay.vault import Vault
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 KEY = jax.random.key(0)

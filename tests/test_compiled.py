@@ -17,19 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
 from environments import Chain
-from events import read_events
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 from gymnasium.experimental.functional import FuncEnv
+from helpers import edited, find_jax_env, make_agent, make_trainer, read_events, slow
 
-import checkpoints
-import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-import usage
-from compiled import JaxEnvs, RunnerState, Trainer
+from cleanreplay import compiled, load_policy, usage
+from cleanreplay.compiled import JaxEnvs, RunnerState
 from dqn_jax import DQN, Step
 
 GAMMA = 0.8
@@ -83,13 +80,13 @@ class Walk(FuncEnv):
 def make_walk(n):
     """DQN for the walk, its environments with a time limit of 6 steps, and params to act with."""
     args = dqn_jax.Args(num_envs=n, train_frequency=25 * n, start_e=0.5, end_e=0.5)
-    alg = DQN(args, Walk.observation_space, Walk.action_space)
-    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    agent = DQN(args, Walk.observation_space, Walk.action_space)
+    params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
     shapes, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.PRNGKey(0), len(shapes))
     drawn = [jax.random.normal(key, x.shape) for key, x in zip(keys, shapes, strict=True)]
     params = jax.tree.unflatten(structure, drawn)  # answers that differ
-    return alg, JaxEnvs(alg, Walk(), 6), params
+    return agent, JaxEnvs(agent, Walk(), 6), params
 
 
 INITIAL = jax.jit(Walk().initial)
@@ -102,8 +99,8 @@ TERMINAL = jax.jit(Walk().terminal)
 class Loop:
     """What `JaxEnvs` does, for one environment after the other."""
 
-    def __init__(self, alg, key, n):
-        self.alg = alg
+    def __init__(self, agent, key, n):
+        self.agent = agent
         keys = jax.random.split(key, n)
         self.state = [INITIAL(key) for key in keys]
         self.observation = [np.asarray(OBSERVATION(*x)) for x in zip(self.state, keys, strict=True)]
@@ -140,7 +137,7 @@ class Loop:
         for t, keys in enumerate(env_keys):
             observation = np.stack(self.observation)
             now = step + t * len(keys)
-            actions = np.asarray(self.alg.act(params, observation, (), act_key, now)[0])
+            actions = np.asarray(self.agent.act(params, observation, act_key, now))
             row = [self.step_one(i, action, keys[i]) for i, action in enumerate(actions)]
             rows.append(row)
         return rows
@@ -149,10 +146,10 @@ class Loop:
 def test_collected_is_what_a_plain_loop_collects():
     """Over three rollouts, with starts, a time limit, both ends of an episode and exploration."""
     n = 3
-    alg, envs, params = make_walk(n)
+    agent, envs, params = make_walk(n)
     key = jax.random.PRNGKey(0)
     state = envs.reset(key, n)
-    loop = Loop(alg, key, n)
+    loop = Loop(agent, key, n)
     terminated = truncated = resets = 0
     collect = jax.jit(envs.collect)
     for i in range(3):
@@ -162,11 +159,11 @@ def test_collected_is_what_a_plain_loop_collects():
         act_key, env_key = jax.random.split(key)
         rows = loop.collect(params, jax.random.split(env_key, (25, n)), act_key, step)
 
-        for name in set(Step._fields) - {"memory"}:
+        for name in Step._fields:
             got = getattr(rollout, name)
             wanted = [[step[name] for step in row] for row in rows]
             np.testing.assert_array_equal(got, np.array(wanted, got.dtype), err_msg=name)
-            assert got.dtype == getattr(alg.example_step, name).dtype, name
+            assert got.dtype == getattr(agent.example_step, name).dtype, name
         np.testing.assert_array_equal(state.observation, loop.observation)
         np.testing.assert_array_equal(state.valid, loop.valid)
         np.testing.assert_array_equal(state.length, loop.length)
@@ -181,9 +178,9 @@ def test_collected_is_what_a_plain_loop_collects():
 def test_evaluation_is_what_a_plain_loop_gives():
     """The return of the first episode in each environment, with the best actions."""
     n = 12
-    alg, envs, params = make_walk(n)
+    agent, envs, params = make_walk(n)
     key = jax.random.PRNGKey(5)
-    loop = Loop(alg, jax.random.fold_in(key, 0), n)
+    loop = Loop(agent, jax.random.fold_in(key, 0), n)
     rows = loop.collect(params, jax.random.split(key, (6, n)))
     returns = np.zeros(n)
     ended = np.zeros(n, bool)
@@ -210,10 +207,10 @@ def test_an_evaluation_without_a_time_limit_ends():
         def terminal(self, state, rng, params=None):
             return jnp.bool_(False)
 
-    alg = DQN(dqn_jax.Args(), Endless.observation_space, Endless.action_space)
-    envs = JaxEnvs(alg, Endless(), None)
+    agent = DQN(dqn_jax.Args(), Endless.observation_space, Endless.action_space)
+    envs = JaxEnvs(agent, Endless(), None)
     assert envs.time_limit == np.iinfo(np.int32).max
-    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
     returns, over = envs.evaluate(params, 2, jax.random.PRNGKey(0), 3_000)
     np.testing.assert_array_equal(returns, [1_500, 1_500])
     assert not over.any()
@@ -223,10 +220,10 @@ def test_environments_draw_afresh():
     """No two episodes, and no two environments, start alike; the last observation is true."""
     run = dqn_jax.Run(env_id="phys2d/CartPole-v1")
     args = dqn_jax.Args(num_envs=4, train_frequency=400, end_e=1.0)
-    alg, _ = dqn_jax.make_algorithm(args, run)
-    envs = Trainer(alg, run).envs
+    trainer = make_trainer(dqn_jax, args, run)
+    agent, envs = trainer.agent, trainer.envs
     state = envs.reset(jax.random.PRNGKey(0), 4)
-    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
     after, rollout = envs.collect(state, params, jax.random.PRNGKey(1), 0)
 
     following = np.concatenate([rollout.observation[1:], after.observation[None]])
@@ -238,15 +235,18 @@ def test_environments_draw_afresh():
     assert (np.abs(angles_at_the_end) > 0.2094).all()
 
 
-def test_what_is_not_functional_as_registered_is_stepped_ordinarily():
-    """The wrappers of a registration are kept."""
+def test_what_is_not_functional_as_registered_is_stepped_ordinarily(capsys):
+    """The wrappers of a registration are kept, and one line says why nothing is compiled."""
     args = ppo_jax.Args(num_steps=4)
     run = ppo_jax.Run(env_id="ChainWrapped-v0")
-    alg, is_jax_env = ppo_jax.make_algorithm(args, run)
-    assert not is_jax_env
-    assert alg.example_step.observation.shape == (6,)
+    assert find_jax_env(ppo_jax, args, run) is None
+    (line,) = capsys.readouterr().out.splitlines()
+    said = "ChainWrapped-v0 is not compiled, because of its wrappers or observations: "
+    assert line.startswith(f"{said}<TimeAwareObservation")
+    agent = make_agent(ppo_jax, args, run)
+    assert agent.example_step.observation.shape == (6,)
     for more in ("num_seeds", "num_devices"):
-        with pytest.raises(ppo_jax.UsageError, match="ChainWrapped-v0 is not written in JAX; "):
+        with pytest.raises(ppo_jax.UsageError, match="ChainWrapped-v0 is not compiled; "):
             ppo_jax.train(args, replace(run, **{more: 2}))
 
 
@@ -254,10 +254,8 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily():
 def test_an_end_that_is_a_number_is_an_end():
     run = dqn_jax.Run(env_id="ChainOfNumbers-v0")
     args = dqn_jax.Args(num_envs=2, train_frequency=16)
-    alg, _ = dqn_jax.make_algorithm(args, run)
-    ones = jnp.ones(2, jnp.int32)
-    alg.act = lambda params, observation, memory, *_: (ones, memory)  # to the right
-    envs = Trainer(alg, run).envs
+    envs = make_trainer(dqn_jax, args, run).envs
+    envs.agent.act = lambda params, observation, *_: jnp.ones(2, jnp.int32)  # to the right
     state = envs.reset(jax.random.PRNGKey(1), 2)
     _, rollout = envs.collect(state, None, jax.random.PRNGKey(2), 0)
     assert np.flatnonzero(rollout.terminated[:, 0]).tolist() == [3]
@@ -277,17 +275,33 @@ def test_ordinary_training_loses_no_step_when_another_environment_resets():
     assert cells == by_hand
 
 
+def test_a_wrapper_in_the_script_prevents_several_seeds(run_main):
+    one_wrapper = "wrappers: list = [gym.wrappers.TimeAwareObservation]"
+    copy = edited(dqn_jax, ("wrappers: list = []", one_wrapper))
+    code, out, err = run_main(copy, "--env-id", "phys2d/CartPole-v1", "--num-seeds", "2")
+    said = "phys2d/CartPole-v1 is not compiled, because of its wrappers or observations: "
+    assert out.startswith(f"{said}<TimeAwareObservation")
+    assert len(out.splitlines()) == 1
+    assert "num_seeds, num_devices, distributed: phys2d/CartPole-v1 is not compiled; " in err
+    assert len(err.splitlines()) == 1
+    assert code == 2
+    assert not Path("runs").exists()
+
+
+def test_an_ordinary_environment_is_not_said_to_be_uncompiled(capsys):
+    assert find_jax_env(dqn_jax, dqn_jax.Args(), dqn_jax.Run(env_id="Counter-v0")) is None
+    assert capsys.readouterr().out == ""
+
+
 def test_a_wrapper_that_the_environment_is_made_with_is_kept():
     run = dqn_jax.Run(env_id="ChainTenfold-v0")
-    _, is_jax_env = dqn_jax.make_algorithm(dqn_jax.Args(), run)
-    assert not is_jax_env
+    assert find_jax_env(dqn_jax, dqn_jax.Args(), run) is None
 
 
 @pytest.mark.parametrize(("vectorization", "expected"), [("auto", True), ("sync", False)])
 def test_a_vectorization_that_is_asked_for_steps_ordinarily(vectorization, expected):
     run = dqn_jax.Run(env_id="Chain-v0", vectorization=vectorization)
-    _, is_jax_env = dqn_jax.make_algorithm(dqn_jax.Args(), run)
-    assert is_jax_env is expected
+    assert (find_jax_env(dqn_jax, dqn_jax.Args(), run) is not None) is expected
 
 
 # ---------------------------------------------------------------------------------- what it counts
@@ -355,9 +369,9 @@ def train_chain(module, args, env_id):
     run = module.Run(env_id=env_id, eval_episodes=3)
     state, returns, folder = module.train(args, run)
     chain = environments.Chain
-    alg = module.Algorithm(args, chain.observation_space, chain.action_space)
+    agent = module.Agent(args, chain.observation_space, chain.action_space)
     params = jax.tree.map(lambda x: x[0], state.params)
-    return alg, params, returns, read_events(folder)[0]
+    return agent, params, returns, read_events(folder)[0]
 
 
 def values_of_a_chain():
@@ -380,8 +394,8 @@ def test_q_values_of_a_chain(module, env_id):
     # steps do not.
     rate = 5e-4 if module is per_dqn_jax else 1e-3
     args = module.Args(**DQN_FLAGS | {"learning_rate": rate})
-    alg, params, _, scalars = train_chain(module, args, env_id)
-    values = alg.network.apply(params, np.eye(5, dtype=np.float32)[:4])
+    agent, params, _, scalars = train_chain(module, args, env_id)
+    values = agent.network.apply(params, np.eye(5, dtype=np.float32)[:4])
     np.testing.assert_allclose(values, values_of_a_chain(), atol=0.03)
     assert scalars["eval/episodic_return"] == [(16_000, 1.0)]
 
@@ -397,8 +411,8 @@ def test_q_values_of_a_chain(module, env_id):
 
 def test_policy_and_values_of_a_chain():
     args = ppo_jax.Args(**PPO_FLAGS, total_timesteps=20_000)
-    alg, params, returns, scalars = train_chain(ppo_jax, args, "Chain-v0")
-    output, values = alg.network.apply(params, np.eye(5, dtype=np.float32)[:4])
+    agent, params, returns, scalars = train_chain(ppo_jax, args, "Chain-v0")
+    output, values = agent.network.apply(params, np.eye(5, dtype=np.float32)[:4])
     assert (np.diff(output, axis=1) > 3).all()
     np.testing.assert_allclose(values, GAMMA ** (3.0 - np.arange(4)), atol=0.05)
     assert returns[0] > 0.99
@@ -450,7 +464,7 @@ def agent_folders(folder, first_seed, num_seeds):
 
 
 def train_two(module, flags, **run):
-    """A short training: Training, and the scalars of each agent without the speed."""
+    """A short training: RunnerState, and the scalars of each agent without the speed."""
     args, run = short_training(module, flags, **run)
     trainings = []
 
@@ -492,7 +506,7 @@ def assert_same_agent(one, other, scalars, other_scalars):
 
 @pytest.fixture(scope="module", params=GROUPS, ids=IDS)
 def group(request, tmp_path_factory):
-    """Two agents that are trained together: script, flags, Training, scalars."""
+    """Two agents that are trained together: script, flags, RunnerState, scalars."""
     module, flags = SCRIPTS[request.param]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("group"))
@@ -564,15 +578,15 @@ def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module,
     if module is not ppo_jax:
         flags = flags | {"buffer_size": 100_000}
     args, run = short_training(module, flags, num_devices=2)
-    alg, _ = module.make_algorithm(args, run)
-    trainer = Trainer(alg, run)
+    trainer = make_trainer(module, args, run)
+    agent = trainer.agent
     runner = trainer.init()
     text = trainer.compile(runner).lower(runner, 0, 1).compile().as_text()
     operations, largest = exchanged_arrays(text)
 
     assert {"all-gather", "all-reduce"} <= operations
     batch = args.batch_size * 2 if module is not ppo_jax else args.num_envs * args.num_steps
-    numbers = math.prod(alg.example_step.observation.shape)
+    numbers = math.prod(agent.example_step.observation.shape)
     weights = 84 * 120 if module is not ppo_jax else 64 * 64
     assert 0 < largest <= max(batch * numbers, weights)
 
@@ -599,8 +613,8 @@ def goes_right(state):
     """Whether the policy of each agent [4] goes right in all states of the chain."""
     chain = environments.Chain
     args = ppo_jax.Args(num_steps=8, total_timesteps=64)
-    alg = ppo_jax.Algorithm(args, chain.observation_space, chain.action_space)
-    output, _ = jax.vmap(alg.network.apply, in_axes=(0, None))(state.params, jnp.eye(5)[:4])
+    agent = ppo_jax.Agent(args, chain.observation_space, chain.action_space)
+    output, _ = jax.vmap(agent.network.apply, in_axes=(0, None))(state.params, jnp.eye(5)[:4])
     return (output[..., 1] > output[..., 0]).all(axis=1)
 
 
@@ -624,7 +638,7 @@ def test_the_best_agent_of_a_group_is_kept():
         assert steps == (32, 64)
         scores.append(agent_scores)
     assert max(scores[0]) < np.max(scores) == 1.0  # it is not the first
-    policy = checkpoints.load_policy(folders[0], ppo_jax)
+    policy = load_policy(folders[0])
     np.testing.assert_array_equal(policy(np.eye(5, dtype=np.float32)[:4]), [1, 1, 1, 1])
 
 
@@ -771,8 +785,7 @@ def test_a_compiled_evaluation_starts_where_no_training_does():
     starts = []
     for seed in (1, 2, 1_000_001):
         run = dqn_jax.Run(env_id="phys2d/CartPole-v1", seed=seed, eval_episodes=4)
-        alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(num_envs=4), run)
-        program = compiled.Trainer(alg, run)
+        program = make_trainer(dqn_jax, dqn_jax.Args(num_envs=4), run)
         in_training = np.asarray(program.init().envs.observation[0])
         starts += [*in_training, *first_evaluated(program)]
     assert len(np.unique(np.stack(starts), axis=0)) == 24
@@ -781,5 +794,4 @@ def test_a_compiled_evaluation_starts_where_no_training_does():
 def test_the_time_limit_of_the_flags_holds_in_functional_environments():
     for env_kwargs, limit in (("{}", 9), ('{"max_episode_steps": 5}', 5)):
         run = dqn_jax.Run(env_id="Chain-v0", env_kwargs=env_kwargs)
-        alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(), run)
-        assert compiled.Trainer(alg, run).envs.time_limit == limit
+        assert make_trainer(dqn_jax, dqn_jax.Args(), run).envs.time_limit == limit

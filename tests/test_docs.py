@@ -1,4 +1,6 @@
-"""README.md, docs/ and benchmarks/: links lead somewhere, code runs, flags exist."""
+"""README.md, docs/ and benchmarks/: links lead somewhere, flags and metrics are those of the
+scripts, programs run, changes to the scripts apply and train, reference runs are there.
+"""
 
 import importlib
 import io
@@ -8,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
-from conftest import slow
-from events import ROOT, read_events
+from helpers import ROOT, read_events, slow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import cleanreplay
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
 import sac_jax
-from vault import Vault
+from cleanreplay.agents import STEP_FIELDS
+from cleanreplay.vault import Vault
 
 SCRIPTS = {x.__name__: x for x in (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax)}
 FILES = [
@@ -128,14 +132,32 @@ def metrics(text, quote):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_tables_of_metrics_have_those_of_the_scripts(name):
     source = (ROOT / f"{name}.py").read_text()
-    logged = metrics(source.replace('scalars.get("charts/gradient_steps"', ""), '"')
-    logged |= {f"eval/{name}" for name in dqn_jax.EVALUATION}
+    logged = metrics(source, '"')
+    logged |= {f"eval/{name}" for name in cleanreplay.experiment.STATISTICS}
     page = PAGES[f"docs/{name.removesuffix('_jax')}.md"]
     written = metrics(page + PAGES["docs/runs.md"], "`")
     assert written <= logged
     if name == "per_dqn_jax":  # its page has those that DQN has not
         written |= metrics(PAGES["docs/dqn.md"], "`")
     assert logged <= written
+
+
+def test_the_mark_that_pages_name_is_in_every_script():
+    marks = {mark for text in PAGES.values() for mark in re.findall(r"`(# ===.*?===)`", text)}
+    (mark,) = marks
+    for name in SCRIPTS:
+        assert f"\n{mark}\n" in (ROOT / f"{name}.py").read_text()
+
+
+def test_the_tree_of_imports_has_every_module():
+    (tree,) = [x for x in blocks("docs/README.md", "text") if "cleanreplay/" in x]
+    modules = {file.name for file in ROOT.glob("cleanreplay/*.py")} - {"__init__.py"}
+    assert set(re.findall(r"\w+\.py", tree)) == modules | {f"{x}.py" for x in [*SCRIPTS, "buffers"]}
+
+
+def test_the_names_of_fields_that_must_stay_are_those_that_the_package_reads():
+    item = PAGES["docs/README.md"].split("**Six names of fields**")[1].split("\n- **")[0]
+    assert set(re.findall(r"`(\w+)`", item)) - {"State"} == set(STEP_FIELDS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/buffers.md"])
@@ -151,7 +173,7 @@ def test_the_example_runs(page):
 
 def test_the_vault_of_the_page_holds_the_rows():
     replay = dqn_jax.buffers.uniform_replay(800, num_envs=8)
-    names = dict(Vault=Vault, item={"reward": 0.0})
+    names = dict(item={"reward": 0.0})
     steps = {"reward": jnp.arange(80.0).reshape(10, 8)}
     names["state"] = replay.add_batch(replay.init(names["item"]), steps)
     exec(blocks("docs/buffers.md", "python")[2], names)
@@ -179,7 +201,7 @@ def test_train_is_called_from_python():
     code = blocks("docs/runs.md", "python")[2]
     exec(code.replace("20_000", "12_000"), names)
     # Of 300 iterations of 40 steps the last 50 learn, with 4 gradient steps each.
-    assert names["state"].num_updates == 200
+    assert names["state"].opt_state[0].count == 200
     assert names["returns"].shape == (1,)
     assert (names["folder"] / "args.json").exists()
 
@@ -204,6 +226,12 @@ def play_greedily(params, frame_stack):
             over = terminated or truncated
     frames.append(frame)
     return actions, frames
+
+
+def make_agent(script, args, run):
+    """The agent of a run that was trained with these flags."""
+    with closing(script.make_envs(args, run, 1)) as envs:
+        return script.Agent(args, envs.single_observation_space, envs.single_action_space)
 
 
 @pytest.mark.parametrize(("block", "frame_stack"), [slow(0, 1), (1, 4)], ids=["single", "stacked"])
@@ -237,14 +265,14 @@ def test_an_agent_with_a_memory_plays_an_episode():
     names: dict[str, Any] = {}
     exec(re.sub(r'"runs/.*"', repr(str(folder)), code), names)
 
-    alg, _ = r2d2_jax.make_algorithm(args, r2d2_jax.Run())
-    memory = r2d2_jax.no_memory(alg, 1)
+    agent = make_agent(r2d2_jax, args, r2d2_jax.Run())
+    memory = agent.no_memory(1)
     steps = 0
     over = False
-    with gym.make("memory_tasks:CartPoleNoVelocity-v0") as env:
+    with gym.make("cleanreplay.memory_tasks:CartPoleNoVelocity-v0") as env:
         observation, _ = env.reset(seed=0)
         while not over:
-            action, memory = alg.act(state.params, observation[None], memory)
+            action, memory = agent.act(state.params, observation[None], memory)
             observation, _, terminated, truncated, _ = env.step(int(action[0]))
             over = terminated or truncated
             steps += 1
@@ -311,9 +339,16 @@ def test_how_to_log_a_number(tmp_path, monkeypatch):
 
 
 def test_how_to_log_a_number_from_the_environment(tmp_path, monkeypatch):
+    """Of the last 100 episodes of two environments, 50 each; a rollout is collected ahead.
+
+    An episode takes three steps with its reset. After 125 steps of each environment 42 are over, of
+    which 10 succeed, and after 245 steps 82: of the last 50 those with numbers 36, 40, ..., 80.
+    """
     my_dqn = patched("log a number from the environment", tmp_path, monkeypatch)
     _, scalars, _ = trained(my_dqn, "Succeeds-v0")
-    assert scalars["charts/success_rate"] == [(240, 0.25), (480, 0.25)]
+    first, second = scalars["charts/success_rate"]
+    assert first == (240, pytest.approx(10 / 42))
+    assert second == (480, pytest.approx(12 / 50))
 
 
 def test_how_to_log_an_image(tmp_path, monkeypatch):
@@ -345,12 +380,12 @@ def test_how_to_change_the_exploration(tmp_path, monkeypatch):
     my_dqn = patched("change the exploration", tmp_path, monkeypatch)
     args = my_dqn.Args(start_e=1 / np.log(3), end_e=1 / np.log(3))
     spaces = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
-    alg = my_dqn.DQN(args, *spaces)
-    alg.network = SimpleNamespace(apply=lambda params, x: x)
+    agent = my_dqn.DQN(args, *spaces)
+    agent.network = SimpleNamespace(apply=lambda params, x: x)
     values = np.tile(np.float32([0, 1]), (20_000, 1))
-    actions, _ = alg.act(None, values, (), jax.random.PRNGKey(0), 0)
+    actions = agent.act(None, values, jax.random.PRNGKey(0), 0)
     assert np.mean(actions) == pytest.approx(0.75, abs=0.015)
-    assert alg.act(None, values)[0].all()
+    assert agent.act(None, values).all()
 
 
 def test_how_to_tune_hyperparameters(tmp_path, monkeypatch):
@@ -362,19 +397,18 @@ def test_how_to_tune_hyperparameters(tmp_path, monkeypatch):
         should_prune=lambda: len(reports) == 2,
     )
     args = my_dqn.Args(total_timesteps=960, num_envs=2, learning_starts=200)
-    run = my_dqn.Run(eval_interval=240, eval_episodes=1, log_interval=240)
-    _, returns, folder = my_dqn.train(args, run, trial=trial)
-    assert [step for step, _ in reports] == [240, 480]
+    _, returns, folder = my_dqn.train(args, my_dqn.Run(log_interval=100), trial=trial)
+    assert [step for step, _ in reports] == [100, 200]
     assert reports[-1][1] == pytest.approx(returns[0])
     scalars, _ = read_events(folder)
-    assert [step for step, _ in scalars["charts/SPS"]] == [240, 480]
+    assert [step for step, _ in scalars["charts/SPS"]] == [100, 200]
 
 
 def test_how_to_change_the_replay(tmp_path, monkeypatch):
     my_dqn = patched("change the replay", tmp_path, monkeypatch)
-    alg, _ = my_dqn.make_algorithm(my_dqn.Args(num_envs=2, n_step=2), my_dqn.Run())
-    assert (alg.replay.period, alg.replay.window) == (3, 3)
-    assert alg.replay.max_size >= 10_000
+    agent = make_agent(my_dqn, my_dqn.Args(num_envs=2, n_step=2), my_dqn.Run())
+    assert (agent.replay.period, agent.replay.window) == (3, 3)
+    assert agent.replay.max_size >= 10_000
     trained(my_dqn)
 
 
@@ -391,11 +425,17 @@ def write_module(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
+def is_written_in_jax(script, args, run):
+    """Whether the run is compiled."""
+    with closing(script.make_envs(args, run, 1)) as envs:
+        return cleanreplay.compiled.find_jax_env(envs, run) is not None
+
+
 @pytest.mark.parametrize(
-    ("name", "env", "envs"),
-    [("my_corridor", "Corridor-v0", None), ("my_fast_corridor", "FastCorridor-v0", "compiled")],
+    ("name", "env", "is_compiled"),
+    [("my_corridor", "Corridor-v0", False), ("my_fast_corridor", "FastCorridor-v0", True)],
 )
-def test_environments_of_your_own_are_learned(name, env, envs, tmp_path, monkeypatch):
+def test_environments_of_your_own_are_learned(name, env, is_compiled, tmp_path, monkeypatch):
     write_module(name, tmp_path, monkeypatch)
     args = dqn_jax.Args(
         total_timesteps=12_000,
@@ -406,12 +446,13 @@ def test_environments_of_your_own_are_learned(name, env, envs, tmp_path, monkeyp
     )
     run = dqn_jax.Run(env_id=f"{name}:{env}", log_interval=1_000, eval_episodes=0)
     state, _, _ = dqn_jax.train(args, run)
-    alg, is_jax_env = dqn_jax.make_algorithm(args, run)
-    assert is_jax_env == (envs == "compiled")
-    params = alg.policy_params(state)
-    if is_jax_env:  # with an axis for the agents
+    assert is_written_in_jax(dqn_jax, args, run) == is_compiled
+    agent = make_agent(dqn_jax, args, run)
+    params = agent.policy_params(state)
+    if is_compiled:  # with an axis for the agents
         params = jax.tree.map(lambda x: x[0], params)
-    returns = dqn_jax.evaluate(alg, run, params, 2)
+    with closing(dqn_jax.make_envs(args, run, 2)) as envs:
+        returns = cleanreplay.experiment.play_episodes(agent, run, params, envs, [])
     assert returns == pytest.approx([-0.9, -0.9])  # nine steps, the shortest way
 
 
@@ -438,8 +479,7 @@ def test_wrapped_libraries_train(library, script, env, least, tmp_path, monkeypa
     flags = {"learning_starts": 500} if script is dqn_jax else {}
     args = script.Args(total_timesteps=2_048, num_envs=2, **flags)
     run = script.Run(env_id=env, log_interval=1_024, eval_episodes=2)
-    _, is_jax_env = script.make_algorithm(args, run)
-    assert is_jax_env == (library in ("gymnax", "jumanji"))
+    assert is_written_in_jax(script, args, run) == (library in ("gymnax", "jumanji"))
     _, returns, _ = script.train(args, run)
     assert returns[0] >= least
 
@@ -495,7 +535,7 @@ def test_experience_on_disk_alone_is_learned_from(tmp_path, monkeypatch):
     names = runpy.run_path(str(file), run_name="__main__")
     state = names["state"]
     assert state.replay.size == 100  # rows of 8 steps
-    assert state.num_updates == 2_000
+    assert state.opt_state[0].count == 2_000
     q = dqn_jax.QNetwork(2).apply(state.params, np.array([[0.0], [1.0]], np.float32))
     np.testing.assert_allclose(q, [[0.5, 0.5], [1.0, 1.0]], atol=0.02)
 
@@ -504,7 +544,7 @@ def test_the_penalty_of_offline_learning_is_that_of_the_paper(tmp_path, monkeypa
     write_module("my_offline_dqn", tmp_path, monkeypatch)
     offline = importlib.import_module("my_offline_dqn")
     space = gym.spaces.Box(-1.0, 1.0, (3,))
-    alg = offline.ConservativeDQN(dqn_jax.Args(), space, gym.spaces.Discrete(4))
+    agent = offline.ConservativeDQN(dqn_jax.Args(), space, gym.spaces.Discrete(4))
     random = np.random.default_rng(0)
     batch = dqn_jax.Transition(
         observation=random.standard_normal((8, 3), np.float32),
@@ -514,9 +554,9 @@ def test_the_penalty_of_offline_learning_is_that_of_the_paper(tmp_path, monkeypa
         next_observation=random.standard_normal((8, 3), np.float32),
         valid=np.arange(8) < 6,
     )
-    state = alg.init(jax.random.key(0))
-    loss, metrics = alg.loss(state.params, state.target_params, batch)
-    q = np.asarray(alg.network.apply(state.params, batch.observation), np.float64)[:6]
+    state = agent.init(jax.random.key(0))
+    loss, metrics = agent.loss(state.params, state.target_params, batch)
+    q = np.asarray(agent.network.apply(state.params, batch.observation), np.float64)[:6]
     excess = np.log(np.exp(q).sum(axis=1)) - q[np.arange(6), batch.action[:6]]
     np.testing.assert_allclose(loss, metrics["losses/td_loss"] + 20 * excess.mean(), rtol=1e-5)
 

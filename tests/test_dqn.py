@@ -7,84 +7,49 @@ from types import SimpleNamespace
 
 import environments  # noqa: F401  (registers)
 import flax.linen as nn
-import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import slow
-from events import read_events
+from by_hand import (
+    PROBE,
+    TWO,
+    PlainReplay,
+    box,
+    filled,
+    keys_of_gradient_step,
+    learned_q,
+    linear,
+    moves_of_target,
+    plain_gradient_step,
+    random_rollout,
+    state_of,
+    td_errors_by_hand,
+    train_without_gradients,
+    windows_by_hand,
+)
+from helpers import read_events, slow
+from optax.tree_utils import tree_get
 from scipy.stats import chisquare
 
 import dqn_jax
-from dqn_jax import Args, Run, Step, train
+from dqn_jax import Args, Run, train
 
+KEY = jax.random.PRNGKey(0)
 VECTOR = np.zeros(1, np.float32)
-LAST = None  # the observation after a rollout, which DQN does not need
-TWO = gym.spaces.Discrete(2)
-
-
-def box(shape):
-    """The space of observations of that shape."""
-    return gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
-
-
-def linear(module, args, features=1, num_actions=2):
-    """The algorithm of a script, with Q(s, .) = s @ params and plain gradient descent."""
-    alg = module.Algorithm(args, box((features,)), gym.spaces.Discrete(num_actions))
-    alg.network = SimpleNamespace(
-        init=lambda key, observation: jnp.zeros(features * num_actions),
-        apply=lambda params, observation: observation @ params.reshape(features, num_actions),
-    )
-    alg.optimizer = optax.sgd(0.1)
-    return alg
-
-
-def state_of(alg, params, target_params):
-    """The state before training, with other parameters."""
-    state = alg.init(jax.random.PRNGKey(0))
-    params = jnp.asarray(params)
-    return state._replace(params=params, target_params=jnp.asarray(target_params))
-
 
 # ------------------------------------------------------------------------------------ the algorithm
-
-
-def windows_by_hand(valid=True):
-    """Three windows of two steps, in which every observation is 1; a fourth one full of garbage.
-
-    Only the first step of a window counts, and the observation of the second one.
-    """
-    garbage = [1e6] * 4
-    return Step(
-        observation=jnp.ones((4, 2, 1)).at[3].set(1e6),
-        action=jnp.array([[0, 1], [1, 0], [0, 1], [1, 1]]),
-        reward=jnp.array([[1.0, 2.0, 3.0, 1e6], garbage]).T,
-        terminated=jnp.array([[False, True, False, False], [True] * 4]).T,
-        truncated=jnp.array([[False, False, True, True], [True] * 4]).T,
-        valid=jnp.array([[valid] * 3 + [False], [True] * 4]).T,
-    )
-
-
-def td_errors_by_hand(double_q):
-    """TD errors of the three windows if Q(1, .) is [1, 2], the target's [10, 4], and gamma 0.5.
-
-    Action 1 is best online, action 0 in the target network, which judges either of them.
-    Terminated: the reward alone. Truncated: bootstrapped as any other step.
-    """
-    bootstrap = 4.0 if double_q else 10.0
-    return np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])
 
 
 @pytest.mark.parametrize("double_q", [False, True])
 def test_loss_is_that_computed_by_hand(double_q):
     """A row that only resets counts for nothing."""
-    alg = linear(dqn_jax, Args(gamma=0.5, double_q=double_q))
+    agent = linear(dqn_jax, Args(gamma=0.5, double_q=double_q))
     params = jnp.array([1.0, 2.0])
     target_params = jnp.array([10.0, 4.0])
-    batch = alg.to_transitions(windows_by_hand())
-    grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
+    batch = agent.to_transitions(windows_by_hand(), KEY)
+    grad_fn = jax.jit(jax.value_and_grad(agent.loss, has_aux=True))
 
     (loss, metrics), grad = grad_fn(params, target_params, batch)
 
@@ -97,11 +62,11 @@ def test_loss_is_that_computed_by_hand(double_q):
 
 
 def test_loss_without_a_valid_row_is_0():
-    alg = linear(dqn_jax, Args())
+    agent = linear(dqn_jax, Args())
     params = jnp.array([1.0, 2.0])
     target_params = jnp.array([10.0, 4.0])
-    batch = alg.to_transitions(windows_by_hand(valid=False))
-    grad_fn = jax.jit(jax.value_and_grad(alg.loss, has_aux=True))
+    batch = agent.to_transitions(windows_by_hand(valid=False), KEY)
+    grad_fn = jax.jit(jax.value_and_grad(agent.loss, has_aux=True))
 
     (loss, metrics), grad = grad_fn(params, target_params, batch)
 
@@ -112,51 +77,29 @@ def test_loss_without_a_valid_row_is_0():
 
 def test_epsilon_falls_in_a_straight_line():
     args = Args(total_timesteps=1_000, learning_starts=200, exploration_fraction=0.5)
-    alg = linear(dqn_jax, args)
+    agent = linear(dqn_jax, args)
     wanted = {0: 1, 120: 0.772, 160: 0.696, 240: 0.544, 480: 0.088, 500: 0.05, 960: 0.05}
-    epsilon = [alg.epsilon(step) for step in wanted]
+    epsilon = [agent.epsilon_at(step) for step in wanted]
     np.testing.assert_allclose(epsilon, list(wanted.values()), rtol=1e-6)
 
 
 def test_epsilon_is_end_e_throughout_with_an_exploration_fraction_of_0():
-    alg = linear(dqn_jax, Args(exploration_fraction=0.0))
-    np.testing.assert_allclose([alg.epsilon(1), alg.epsilon(40)], 0.05, rtol=1e-6)
-
-
-def train_without_gradients(args):
-    """Updates after, and metrics of, all iterations of a training whose gradient steps do nothing.
-
-    The metrics are of an algorithm whose loss has none.
-    """
-    alg = linear(dqn_jax, args)
-    alg.gradient_step = lambda state, *_: (state._replace(num_updates=state.num_updates + 1), {})
-    shape = alg.rollout_shape
-    rollout = jax.tree.map(lambda x: np.zeros(shape + x.shape, x.dtype), alg.example_step)
-
-    def iterate(state, step):
-        last = rollout.observation[0]
-        state, _, metrics = alg.train_step(state, rollout, last, jax.random.PRNGKey(0), step)
-        return state, metrics
-
-    steps = np.arange(0, args.total_timesteps, alg.steps_per_iteration)
-    state, metrics = jax.jit(lambda state: jax.lax.scan(iterate, state, steps))(
-        alg.init(jax.random.PRNGKey(0))
-    )
-    return int(state.num_updates), metrics
+    agent = linear(dqn_jax, Args(exploration_fraction=0.0))
+    np.testing.assert_allclose([agent.epsilon_at(1), agent.epsilon_at(40)], 0.05, rtol=1e-6)
 
 
 def test_learning_starts_with_the_iteration_that_passes_learning_starts():
     args = Args(total_timesteps=320, num_envs=8, learning_starts=200)  # 40 steps an iteration
 
     # The iteration from step 160 to 200 ends where learning starts.
-    updates, metrics = train_without_gradients(args)
+    updates, metrics = train_without_gradients(dqn_jax, args)
     np.testing.assert_array_equal(metrics["charts/gradient_steps"], [0, 0, 0, 0, 0, 4, 4, 4])
-    assert updates == 12
+    assert updates == list(range(21, 33))  # counted from step 0, one every 10 steps
     epsilon = 1 - np.minimum(np.arange(0, 320, 40) / 160, 1) * 0.95
     np.testing.assert_allclose(metrics["charts/epsilon"], epsilon, rtol=1e-6)
 
     # Here it passes it.
-    _, metrics = train_without_gradients(replace(args, learning_starts=199))
+    _, metrics = train_without_gradients(dqn_jax, replace(args, learning_starts=199))
     np.testing.assert_array_equal(metrics["charts/gradient_steps"], [0, 0, 0, 0, 4, 4, 4, 4])
 
 
@@ -174,25 +117,25 @@ def test_gradient_steps_keep_their_ratio_to_environment_steps(
         train_frequency=train_frequency,
         gradient_steps=gradient_steps,
     )
-    updates, metrics = train_without_gradients(args)
+    updates, metrics = train_without_gradients(dqn_jax, args)
     size = np.lcm(num_envs, train_frequency)
     trained = -(-6_400 // size) * size  # whole iterations
     begun = 1_600 // size * size  # the iteration that passes learning_starts learns whole
     ratio = gradient_steps / train_frequency
-    assert updates == (trained - begun) * ratio
-    assert metrics["charts/gradient_steps"].sum() == updates
+    assert updates == list(range(round(begun * ratio) + 1, round(trained * ratio) + 1))
+    assert metrics["charts/gradient_steps"].sum() == len(updates)
     assert metrics["charts/replay_ratio"][-1] == pytest.approx(ratio)
 
 
 def explore(epsilon, key=0, first_step=0):
     """Actions [2,000, 4] of 4 environments with 3 actions, of which 0 is the greedy one."""
     flags = dict(start_e=epsilon, end_e=epsilon, num_envs=4, train_frequency=8_000)
-    alg = linear(dqn_jax, Args(**flags), num_actions=3)
+    agent = linear(dqn_jax, Args(**flags), num_actions=3)
     observation = np.ones((4, 1), np.float32)
     key = jax.random.PRNGKey(key)
     steps = first_step + 4 * jnp.arange(2_000)
     params = jnp.array([1.0, 0.0, 0.0])
-    act = jax.vmap(lambda step: alg.act(params, observation, (), key, step)[0])
+    act = jax.vmap(lambda step: agent.act(params, observation, key, step))
     return np.asarray(act(steps))
 
 
@@ -229,105 +172,58 @@ def test_exploration_is_never_at_epsilon_0_and_uniform_at_epsilon_1():
 
 
 def test_act_without_a_key_is_greedy():
-    alg = linear(dqn_jax, Args(start_e=1.0), num_actions=3)
+    agent = linear(dqn_jax, Args(start_e=1.0), num_actions=3)
     params = jnp.array([5.0, 7.0, 6.0])
     observation = np.array([[1.0], [-1.0]], np.float32)
-    np.testing.assert_array_equal(alg.act(params, observation)[0], [1, 0])
+    np.testing.assert_array_equal(agent.act(params, observation), [1, 0])
 
 
-def random_rollout(rng, steps, resetting, features=1, garbage=0.0):
-    """Steps [steps, N] of environments that end at random, and which of them reset at the next.
-
-    The reward of a step that only resets is 0, or `garbage` that should not be looked at.
-    """
-    n = len(resetting)
-    terminated = np.zeros((steps, n), bool)
-    truncated = np.zeros((steps, n), bool)
-    valid = np.zeros((steps, n), bool)
-    for t in range(steps):
-        valid[t] = ~resetting
-        terminated[t] = valid[t] & (rng.random(n) < 0.15)
-        truncated[t] = valid[t] & ~terminated[t] & (rng.random(n) < 0.15)
-        resetting = terminated[t] | truncated[t]
-    rollout = Step(
-        observation=rng.normal(size=(steps, n, features)).astype(np.float32),
-        action=rng.integers(2, size=(steps, n), dtype=np.int32),
-        reward=np.where(valid, rng.normal(size=(steps, n)), garbage).astype(np.float32),
-        terminated=terminated,
-        truncated=truncated,
-        valid=valid,
-    )
-    return rollout, resetting
-
-
-class PlainReplay:
-    """All steps ever stored, as a list [row][environment]."""
-
-    def __init__(self, rows=()):
-        self.rows = list(rows)
-
-    def add(self, rollout):
-        for t in range(len(rollout.reward)):
-            self.rows.append(jax.tree.map(lambda x, t=t: x[t], rollout))
-
-    def transition(self, index, num_envs, n_step, gamma):
-        """Observation, action, reward, discount, next observation; None of one that only resets."""
-        row, i = divmod(int(index), num_envs)
-        stream = [jax.tree.map(lambda x: x[i], step) for step in self.rows[row : row + n_step + 1]]
-        first = stream[0]
-        if not first.valid:
-            return None
-        total = 0.0
-        for m in range(n_step):
-            total += gamma**m * float(stream[m].reward)
-            after = stream[m + 1].observation
-            if stream[m].terminated:
-                return first.observation, first.action, total, 0.0, after
-            if stream[m].truncated:
-                break
-        return first.observation, first.action, total, gamma ** (m + 1), after
-
-    def batch(self, indices, num_envs, n_step, gamma):
-        """The transitions of indices as arrays, and which of them count."""
-        found = [self.transition(index, num_envs, n_step, gamma) for index in indices]
-        valid = np.array([x is not None for x in found])
-        columns = zip(*[x for x in found if x is not None], strict=True)
-        return *map(np.array, columns), valid
+def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key():
+    args = Args(end_e=0.5, total_timesteps=50_000)
+    agent = linear(dqn_jax, args, num_actions=3, start=5)
+    params = jnp.array([5.0, 7.0, 6.0])
+    observation = np.ones((200, 1), np.float32)
+    np.testing.assert_array_equal(agent.policy(params)(observation), 6)
+    policy = agent.policy(params, KEY)
+    for step in (0, 40_000):
+        wanted = 5 + np.asarray(agent.act(params, observation, KEY, step))
+        assert set(wanted) == {5, 6, 7}
+        np.testing.assert_array_equal(policy(observation, step=step), wanted)
 
 
 def test_small_gradients_make_small_steps():
     """Kingma and Ba 2015, algorithm 1: the first step is learning rate * g / (abs(g) + epsilon)."""
-    alg = dqn_jax.Algorithm(Args(adam_epsilon=0.01, learning_rate=0.1), box((1,)), TWO)
+    agent = dqn_jax.Agent(Args(adam_epsilon=0.01, learning_rate=0.1), box(1), TWO)
     gradient = {"kernel": jnp.array([[1e-4], [-0.01]]), "bias": jnp.array([1.0])}
-    step, _ = alg.optimizer.update(gradient, alg.optimizer.init(gradient))
+    step, _ = agent.optimizer.update(gradient, agent.optimizer.init(gradient))
     for name, g in gradient.items():
         np.testing.assert_allclose(step[name], -0.1 * g / (abs(g) + 0.01), rtol=1e-4)
 
 
 def test_another_optimizer_knows_the_parameters_and_their_shapes():
     """AdamW with weight decay of kernels only, which have two dimensions."""
-    alg = dqn_jax.Algorithm(Args(gamma=0.5, batch_size=4), box((1,)), TWO)
-    alg.network = nn.Dense(2)
-    alg.optimizer = optax.adamw(
+    agent = dqn_jax.Agent(Args(gamma=0.5, batch_size=4), box(1), TWO)
+    agent.network = nn.Dense(2)
+    agent.optimizer = optax.adamw(
         0.1,
         eps=8.0,
         weight_decay=0.1,
         mask=lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
     )
-    start = alg.init(jax.random.PRNGKey(0))
+    start = agent.init(KEY)
     online = {"kernel": jnp.array([[0.5, 4.0]]), "bias": jnp.array([0.5, -2.0])}
     target = {"kernel": jnp.array([[10.0, 4.0]]), "bias": jnp.zeros(2)}
     state = start._replace(params={"params": online}, target_params={"params": target})
-    rollout = jax.tree.map(lambda x: np.zeros((10, 1, *x.shape), x.dtype), alg.example_step)
-    state = state._replace(replay=alg.replay.add_batch(state.replay, rollout))
+    rollout = jax.tree.map(lambda x: np.zeros((10, 1, *x.shape), x.dtype), agent.example_step)
+    state = state._replace(replay=agent.replay.add_batch(state.replay, rollout))
 
     def sample(*arguments):
         return draw(*arguments)._replace(experience=windows_by_hand())
 
-    draw = alg.replay.sample
-    alg.replay = SimpleNamespace(sample=sample)
+    draw = agent.replay.sample
+    agent.replay = SimpleNamespace(sample=sample)
 
-    state, metrics = jax.jit(alg.gradient_step)(state, jax.random.PRNGKey(0), 0)
+    state, metrics = jax.jit(agent.gradient_step)(state, KEY, 1)
 
     # Values 1 and 2 of the actions, targets 6, 2 and 8: the errors are 5, 0 and 7, the gradient of
     # the first action's weights -2 * (5 + 7) / 3 = -8, and 0 of the second one's.
@@ -338,7 +234,7 @@ def test_another_optimizer_knows_the_parameters_and_their_shapes():
     np.testing.assert_allclose(state.params["params"]["bias"], [0.5 + step, -2.0], rtol=1e-6)
 
 
-class Measured(dqn_jax.Algorithm):
+class Measured(dqn_jax.Agent):
     """With one more metric: how many rows of a batch are learned from."""
 
     def loss(self, params, target_params, batch):
@@ -347,27 +243,27 @@ class Measured(dqn_jax.Algorithm):
 
 
 def test_metrics_of_the_loss_are_in_those_of_the_train_step():
-    """0 before learning starts, as the others are."""
+    """Infinite before learning starts, as the others are: the charts leave that out."""
     args = Args(num_envs=2, train_frequency=8, batch_size=16, learning_starts=16)
-    alg = linear(SimpleNamespace(Algorithm=Measured), args)
+    agent = linear(SimpleNamespace(Agent=Measured), args)
     rng = np.random.default_rng(0)
-    train_step = jax.jit(alg.train_step)
-    state = alg.init(jax.random.PRNGKey(0))
+    train_step = jax.jit(agent.train_step)
+    state = agent.init(KEY)
     resetting = np.zeros(2, bool)
     rows = []
     for step in (0, 8, 16):
         rollout, resetting = random_rollout(rng, 4, resetting)
-        state, _, metrics = train_step(state, rollout, LAST, jax.random.PRNGKey(1), step)
+        state, _, metrics = train_step(state, rollout, jax.random.PRNGKey(1), step)
         rows.append(float(metrics["losses/rows"]))
-    assert rows[:2] == [0, 0]
+    assert rows[:2] == [np.inf, np.inf]
     (key,) = jax.random.split(jax.random.fold_in(jax.random.PRNGKey(1), 16), 1)
-    drawn = alg.replay.sample(state.replay, key, 16).experience
+    drawn = agent.replay.sample(state.replay, key, 16).experience
     assert 0 < rows[2] == drawn.valid[:, 0].sum() < 16
 
 
 def test_a_metric_of_the_loss_has_a_chart(monkeypatch):
     """From the point on after learning started; of one that always counts all rows."""
-    monkeypatch.setattr(dqn_jax, "Algorithm", Measured)
+    monkeypatch.setattr(dqn_jax, "Agent", Measured)
     flags = dict(total_timesteps=100, num_envs=2, learning_starts=50, batch_size=16)
     run = Run(env_id="Probe-truncation-v0", log_interval=20, eval_episodes=0, checkpoint_interval=0)
     _, _, folder = train(Args(**flags), run)
@@ -378,22 +274,6 @@ def test_a_metric_of_the_loss_has_a_chart(monkeypatch):
     for count in rows.values():
         assert 0 < count < 16
         assert count % 1 == 0
-
-
-def plain_gradient_step(params, target_params, transitions, double_q=False, weights=1.0):
-    """New parameters, TD errors, and values of the actions, of transitions that all count.
-
-    Q(s, a) is s * params[a], and the rate of gradient descent is 0.1.
-    """
-    observation, action, reward, discount, next_observation = transitions
-    rows = np.arange(len(action))
-    value = (observation * params)[rows, action]
-    next_q = next_observation * target_params
-    best = (next_observation * (params if double_q else target_params)).argmax(-1)
-    error = reward + discount * next_q[rows, best] - value
-    gradient = np.zeros(2)
-    np.add.at(gradient, action, -2 / len(rows) * weights * error * observation[:, 0])
-    return params - 0.1 * gradient, error, value
 
 
 @pytest.mark.parametrize(
@@ -411,34 +291,34 @@ def test_train_step_is_what_a_plain_loop_gives(flags):
     """
     sizes = dict(num_envs=3, train_frequency=4, batch_size=8, buffer_size=28, learning_starts=12)
     args = Args(**flags, **sizes, gamma=0.9)
-    alg = linear(dqn_jax, args)
+    agent = linear(dqn_jax, args)
     rng = np.random.default_rng(0)
     plain = PlainReplay()
     params = np.array([0.5, -0.5])
     target_params = np.array([1.5, 0.5])
-    state = state_of(alg, params.astype(np.float32), target_params.astype(np.float32))
-    train_step = jax.jit(alg.train_step)
+    state = state_of(agent, params.astype(np.float32), target_params.astype(np.float32))
+    train_step = jax.jit(agent.train_step)
     key = jax.random.PRNGKey(3)
     resetting = np.zeros(3, bool)
-    updates = 0
     resets = 0
     # Gradient steps until the target moves.
     period = {10: 2, 4: 1, 8: 4}[args.target_network_frequency]
     for step in (0, 12, 24, 36):
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
-        state, acting, metrics = train_step(state, rollout, LAST, key, step)
+        state, acting, metrics = train_step(state, rollout, key, step)
         reward = np.sign(rollout.reward) if args.clip_rewards else rollout.reward
         plain.add(rollout._replace(reward=reward))
-        losses = [0, 0]  # before learning starts
+        losses = [np.inf, np.inf]  # before learning starts
+        update = step // 4 * args.gradient_steps  # counted from step 0
         keys = jax.random.split(jax.random.fold_in(key, step), 3 * args.gradient_steps)
         for own_key in keys if step > 0 else []:
-            drawn = alg.replay.sample(state.replay, own_key, 8).indices
+            drawn = agent.replay.sample(state.replay, own_key, 8).indices
             assert min(drawn) >= 3 * max(len(plain.rows) - 10, 0)  # what has not been overwritten
             *batch, valid = plain.batch(drawn, 3, args.n_step, 0.9)
             params, error, value = plain_gradient_step(params, target_params, batch, args.double_q)
             losses = [np.mean(error**2), value.mean()]
-            updates += 1
-            if updates % period == 0:
+            update += 1
+            if update % period == 0:
                 target_params = args.tau * params + (1 - args.tau) * target_params
             resets += (~valid).sum()
 
@@ -446,15 +326,43 @@ def test_train_step_is_what_a_plain_loop_gives(flags):
         np.testing.assert_allclose(got, losses, rtol=1e-4)
         np.testing.assert_allclose(state.params, params, rtol=1e-4)
         np.testing.assert_array_equal(acting, state.params)
+        assert metrics["charts/gradient_steps"] == (len(keys) if step > 0 else 0)
         np.testing.assert_allclose(state.target_params, target_params, rtol=1e-4)
-    assert int(state.num_updates) == updates == 9 * args.gradient_steps
+    assert update == 12 * args.gradient_steps
     assert resets > 5
-    assert int(alg.replay.size(state.replay)) == 30
+    assert int(agent.replay.size(state.replay)) == 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "period"),
+    [
+        (dict(target_network_frequency=12), 3),
+        (dict(target_network_frequency=12, gradient_steps=2), 6),
+        (dict(target_network_frequency=12, gradient_steps=2, tau=0.25), 6),
+        (dict(target_network_frequency=10, tau=0.25), 2),  # whole gradient steps
+        (dict(target_network_frequency=1), 1),
+    ],
+)
+def test_the_target_moves_at_the_multiples_of_its_period(flags, period):
+    agent = linear(dqn_jax, Args(**flags, train_frequency=4, batch_size=8, buffer_size=40))
+    state = filled(agent, state_of(agent, [0.5, -0.5], [1.5, 0.5]))
+    moves = moves_of_target(agent, state, last_update=2 * period)
+    assert list(moves) == [period, 2 * period]
+    for old_target, params, target in moves.values():
+        wanted = agent.args.tau * params + (1 - agent.args.tau) * old_target
+        np.testing.assert_allclose(target, wanted, rtol=1e-6)
+
+
+def test_what_is_drawn_in_to_transitions_does_not_depend_on_the_batch():
+    """Its key is another one than that of the draw from the replay."""
+    agent = linear(dqn_jax, Args(batch_size=8, buffer_size=40))
+    of_draw, of_batch = keys_of_gradient_step(agent, filled(agent, agent.init(KEY)), KEY)
+    assert (of_draw != of_batch).any()
 
 
 def test_rewards_are_learned_from_by_their_sign():
     args = Args(num_envs=2, train_frequency=6, batch_size=8, clip_rewards=True)
-    alg = linear(dqn_jax, args)
+    agent = linear(dqn_jax, args)
     rollout, _ = random_rollout(np.random.default_rng(0), 3, np.zeros(2, bool))
     rollout = rollout._replace(
         reward=np.array([[2.5, -7.0], [0.0, 0.25], [100.0, -0.5]], np.float32),
@@ -462,9 +370,7 @@ def test_rewards_are_learned_from_by_their_sign():
         truncated=np.array([[False, False], [False, False], [False, True]]),
         valid=np.ones((3, 2), bool),
     )
-    state, _, _ = jax.jit(alg.train_step)(
-        alg.init(jax.random.PRNGKey(0)), rollout, LAST, jax.random.PRNGKey(0), 0
-    )
+    state, _, _ = jax.jit(agent.train_step)(agent.init(KEY), rollout, KEY, 0)
     np.testing.assert_array_equal(state.replay.storage.reward[:3], [[1, -1], [0, 1], [1, -1]])
 
 
@@ -489,19 +395,18 @@ def restart(request):
     """
     n_step = request.param
     args = Args(n_step=n_step, num_envs=6, train_frequency=24, batch_size=8, buffer_size=60)
-    alg = linear(dqn_jax, replace(args, gamma=0.9))
+    agent = linear(dqn_jax, replace(args, gamma=0.9))
     rng = np.random.default_rng(32)  # episodes end in the last row, both ways, and before it
-    before = state_of(alg, *np.zeros((2, 2), np.float32))
-    train_step = jax.jit(alg.train_step)
-    to_transitions = jax.jit(alg.to_transitions)
-    key = jax.random.PRNGKey(0)
+    before = state_of(agent, *np.zeros((2, 2), np.float32))
+    train_step = jax.jit(agent.train_step)
+    to_transitions = jax.jit(agent.to_transitions)
     resetting = np.zeros(6, bool)
     plain = PlainReplay()
     for _ in range(3):
         rollout, resetting = random_rollout(rng, 4, resetting)
-        before, _, _ = train_step(before, rollout, LAST, key, 0)
+        before, _, _ = train_step(before, rollout, KEY, 0)
         plain.add(rollout)
-    after = alg.on_resume(before)
+    after = agent.on_resume(before)
     cut_rows = cut_by_hand(plain.rows)
 
     rollout, _ = random_rollout(rng, 4, np.zeros(6, bool))
@@ -511,8 +416,8 @@ def restart(request):
     indices = np.array([6 * row + i for row in first_rows for i in range(6)])
 
     def transitions(state):
-        new, _, _ = train_step(state, rollout, LAST, key, 0)
-        return to_transitions(alg.replay.get(new.replay, indices))
+        new, _, _ = train_step(state, rollout, KEY, 0)
+        return to_transitions(agent.replay.get(new.replay, indices), KEY)
 
     return SimpleNamespace(
         n_step=n_step,
@@ -576,33 +481,11 @@ def test_windows_that_reach_a_restart_bootstrap_from_the_last_observation(restar
 def test_a_buffer_that_does_not_divide_is_rounded_up():
     """So that it holds at least what was asked for, and at least one window."""
     for size, num_envs, n_step, rows in ((10, 3, 1, 4), (9, 3, 1, 3), (10, 8, 3, 4)):
-        alg = linear(dqn_jax, Args(buffer_size=size, num_envs=num_envs, n_step=n_step))
-        assert alg.replay.init(alg.example_step).storage.reward.shape == (rows, num_envs)
+        agent = linear(dqn_jax, Args(buffer_size=size, num_envs=num_envs, n_step=n_step))
+        assert agent.replay.init(agent.example_step).storage.reward.shape == (rows, num_envs)
 
 
 # ------------------------------------------------------------------------------------- the learning
-
-
-PROBE = Args(
-    total_timesteps=4_000,
-    num_envs=8,
-    learning_starts=200,
-    buffer_size=1_000,
-    batch_size=64,
-    train_frequency=4,
-    target_network_frequency=40,
-    learning_rate=1e-2,
-    gamma=0.5,
-    start_e=1.0,
-    end_e=1.0,
-)
-
-
-def learned_q(module, env_id, observations, args, **flags):
-    """The State, and Q(s, .) of observations, after training with PROBE's flags and these."""
-    run = module.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
-    state, _, _ = module.train(module.Args(**vars(args) | flags), run)
-    return state, np.asarray(jax.jit(module.QNetwork(2).apply)(state.params, observations))
 
 
 @pytest.mark.parametrize(
@@ -655,4 +538,4 @@ def test_learning_starts_of_0_is_the_batch_size():
     args = dqn_jax.Args(total_timesteps=100, learning_starts=0, batch_size=40, buffer_size=100)
     run = dqn_jax.Run(env_id="Counter-v0", eval_episodes=0)
     state, _, _ = dqn_jax.train(args, run)
-    assert int(state.num_updates) == 6
+    assert tree_get(state.opt_state, "count") == 6

@@ -1,6 +1,7 @@
 """Evaluations: of the best actions, or with the exploration that training ends with."""
 
 import signal
+from contextlib import closing
 
 import gymnasium as gym
 import jax
@@ -8,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from environments import Chain
-from events import read_events
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
+from helpers import find_jax_env, make_agent, make_trainer, read_events
 
-import compiled
 import dqn_jax
 import ppo_jax
+from cleanreplay import compiled, experiment
 
 STEPS = 200  # of an episode
 REWARDS = (0.0, 1.0, 1000.0)  # of the actions: a return tells how often each was taken
@@ -58,26 +59,31 @@ gym.register("Counting-v0", Counting, disable_env_checker=True)
 gym.register("CountingInJax-v0", make_counting, max_episode_steps=STEPS, disable_env_checker=True)
 
 
-def policy_params(alg, layer, output):
+def policy_params(agent, layer, output):
     """Those of an agent with this output of its last layer, whatever it observes."""
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     params = jax.tree.map(np.array, state.params)
     params["params"][layer]["kernel"][:] = 0
     params["params"][layer]["bias"][:] = output
-    return alg.policy_params(state._replace(params=params))
+    return agent.policy_params(state._replace(params=params))
+
+
+def play(module, agent, run, params, episodes, stop=()):
+    """The returns of the first episodes of so many environments."""
+    with closing(module.make_envs(agent.args, run, episodes)) as envs:
+        return experiment.play_episodes(agent, run, params, envs, stop)
 
 
 def count_actions(module, args, layer, output, **flags):
     """How often each action was taken in 20 episodes [20, 3], from their returns."""
     run = module.Run(eval_episodes=20, **flags)
-    alg, is_functional = module.make_algorithm(args, run)
-    params = policy_params(alg, layer, output)
-    if is_functional:
-        program = compiled.Trainer(alg, run)
-        returns, over = jax.jit(program.evaluate_one)(params)
+    agent = make_agent(module, args, run)
+    params = policy_params(agent, layer, output)
+    if find_jax_env(module, args, run):
+        returns, over = jax.jit(make_trainer(module, args, run).evaluate_one)(params)
         assert np.all(over)
     else:
-        returns = module.evaluate(alg, run, params, 20)
+        returns = play(module, agent, run, params, 20)
     twos, ones = np.divmod(np.asarray(returns, np.int64), 1000)
     return np.stack([STEPS - ones - twos, ones, twos], axis=1)
 
@@ -137,7 +143,7 @@ def test_an_evaluation_of_training_explores_if_asked_to():
 @BOTH
 def test_an_evaluation_logs_mean_median_lowest_and_highest_return(env_id, monkeypatch):
     returns = np.array([3.0, 0.0, 10.0, 1.0])
-    monkeypatch.setattr(dqn_jax, "evaluate", lambda *args, **kwargs: returns)
+    monkeypatch.setattr(experiment, "play_episodes", lambda *args, **kwargs: returns)
     monkeypatch.setattr(compiled.Trainer, "evaluate", lambda *args: returns[None])
     args = dqn_jax.Args(total_timesteps=20, learning_starts=19, batch_size=1, buffer_size=100)
     run = dqn_jax.Run(env_id=env_id, eval_episodes=4, log_interval=10)
@@ -171,21 +177,22 @@ def test_a_signal_in_an_evaluation_ends_the_run_with_the_iteration_after_it(monk
 
 def test_a_signal_ends_the_first_episodes_after_the_step_that_is_made():
     run = dqn_jax.Run(env_id="Counting-v0")
-    alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(), run)
-    params = policy_params(alg, DQN_HEAD, [0, 1, 0])
-    returns = dqn_jax.evaluate(alg, run, params, 3, stop=[signal.SIGTERM])
+    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
+    params = policy_params(agent, DQN_HEAD, [0, 1, 0])
+    returns = play(dqn_jax, agent, run, params, 3, stop=[signal.SIGTERM])
     np.testing.assert_array_equal(returns, [1, 1, 1])  # after one step
 
 
 @BOTH
 def test_an_evaluation_cuts_its_episodes_off(env_id, capsys):
     run = dqn_jax.Run(env_id=env_id, eval_episodes=3, eval_max_steps=50)
-    alg, is_functional = dqn_jax.make_algorithm(dqn_jax.Args(), run)
-    params = policy_params(alg, DQN_HEAD, [0, 1, 0])
-    if is_functional:
+    args = dqn_jax.Args()
+    agent = make_agent(dqn_jax, args, run)
+    params = policy_params(agent, DQN_HEAD, [0, 1, 0])
+    if find_jax_env(dqn_jax, args, run):
         of_one_agent = jax.tree.map(lambda x: x[None], params)
-        (returns,) = compiled.Trainer(alg, run).evaluate(of_one_agent)
-        assert "an evaluation cuts off episodes after 50 steps" in capsys.readouterr().out
+        (returns,) = make_trainer(dqn_jax, args, run).evaluate(of_one_agent)
     else:
-        returns = dqn_jax.evaluate(alg, run, params, 3)
+        returns = play(dqn_jax, agent, run, params, 3)
+    assert "an evaluation cuts off episodes after 50 steps" in capsys.readouterr().out
     np.testing.assert_array_equal(returns, [50, 50, 50])

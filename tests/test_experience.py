@@ -9,12 +9,13 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from conftest import COUNTER, SMALL_DQN, slow
+from helpers import COUNTER, SMALL_DQN, make_agent, slow
 
-import checkpoints
 import dqn_jax
 import per_dqn_jax
-from vault import Vault
+from cleanreplay import checkpoints
+from cleanreplay.keeper import Keeper
+from cleanreplay.vault import Vault
 
 FLAGS = dict(num_envs=2, learning_starts=50, batch_size=8, n_step=3, save_experience=True)
 
@@ -22,8 +23,8 @@ FLAGS = dict(num_envs=2, learning_starts=50, batch_size=8, n_step=3, save_experi
 def vault_of(module, args, folder):
     """The experience of a run in Counter-v0."""
     space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-    alg = module.Algorithm(args, space, gym.spaces.Discrete(3))
-    return Vault(folder / "experience", alg.stored_step, args.num_envs, create=False)
+    agent = module.Agent(args, space, gym.spaces.Discrete(3))
+    return Vault(folder / "experience", agent.stored_step, args.num_envs, create=False)
 
 
 def assert_same_rows(steps, held):
@@ -60,10 +61,11 @@ def test_all_steps_are_kept_beyond_the_ring(module):
 def test_the_vault_says_what_its_experience_is_of(module):
     args = module.Args(**FLAGS)
     run = module.Run(env_kwargs='{"sutton_barto_reward": true}', seed=3)
-    alg, _ = module.make_algorithm(args, run)
-    _, log = module.start(alg, run, partial(alg.init, jax.random.PRNGKey(0)), [])
-    log.saver.close()
-    assert Vault(log.folder / "experience").about == {
+    agent = make_agent(module, args, run)
+    folder = Path("run").absolute()
+    with Keeper(agent, run, folder, module.__file__, []) as keeper:
+        keeper.begin(partial(agent.init, jax.random.PRNGKey(0)), agent.on_resume)
+    assert Vault(folder / "experience").about == {
         "env_id": "CartPole-v1",
         "env_kwargs": {"sutton_barto_reward": True},
         "seed": 3,
@@ -118,8 +120,8 @@ def test_all_steps_of_a_compiled_agent_are_kept(module):
     run = module.Run(env_id="phys2d/CartPole-v1", log_interval=100, eval_episodes=0)
     state, _, folder = module.train(args, run)
     space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
-    alg = module.Algorithm(args, space, gym.spaces.Discrete(2))
-    vault = Vault(folder / "experience", alg.stored_step, 2, create=False)
+    agent = module.Agent(args, space, gym.spaces.Discrete(2))
+    vault = Vault(folder / "experience", agent.stored_step, 2, create=False)
     assert len(vault) == 200
     of_the_first_agent = jax.tree.map(lambda x: x[0], state.replay.storage)
     assert_same_rows(vault.read(100, 200), of_the_first_agent)
@@ -183,8 +185,8 @@ def test_experience_has_no_seam_where_a_run_was_resumed(log_interval, monkeypatc
     stop = []
     collect = dqn_jax.collect_rollout
 
-    def collect_until_the_cut(*given):
-        rollout, *others = collect(*given)
+    def collect_until_the_cut(*given, **named):
+        rollout, *others = collect(*given, **named)
         if rollout.observation[0, 0, 0] == 44 and rollout.observation[0, 0, 1] == 1:
             stop.append(2)
         return rollout, *others
@@ -194,9 +196,9 @@ def test_experience_has_no_seam_where_a_run_was_resumed(log_interval, monkeypatc
     monkeypatch.setattr(dqn_jax, "collect_rollout", collect)
     cut = checkpoints.Checkpoints(folder).latest_step()
     assert 100 < cut < 300
-    alg, _ = dqn_jax.make_algorithm(args, run)
+    agent = make_agent(dqn_jax, args, run)
     dqn_jax.train(args, replace(run, resume=str(folder)))
-    rows = Vault(folder / "experience", alg.stored_step, 1, create=False).read(0, 400)
+    rows = Vault(folder / "experience", agent.stored_step, 1, create=False).read(0, 400)
     episode, step, _ = rows.observation[:, 0].T
     goes_on = rows.valid[:-1, 0] & ~rows.terminated[:-1, 0] & ~rows.truncated[:-1, 0]
     ends = rows.terminated[:-1, 0] | rows.truncated[:-1, 0]

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from helpers import slow
 
 import buffers
-import compiled
 import dqn_jax
-import images
 import per_dqn_jax
 import ppo_jax
+from cleanreplay import compiled, images
 
 KEY = jax.random.PRNGKey(0)
 
@@ -62,23 +61,23 @@ def breakout(request):
     single = images.FrameStack(atari(1), 4)
     assert single.single_observation_space.shape == (4, 1, 84, 84)
     assert single.observation_space.shape == (2, 4, 1, 84, 84)
-    alg = script.Algorithm(args, single.single_observation_space, gym.spaces.Discrete(4))
-    state = jax.jit(alg.init)(KEY)
-    params = alg.policy_params(state)
+    agent = script.Agent(args, single.single_observation_space, gym.spaces.Discrete(4))
+    state = jax.jit(agent.init)(KEY)
+    params = agent.policy_params(state)
     observation, _ = single.reset(seed=3)
     env_state = (observation, (), np.ones(2, bool), np.zeros((2, 2)))
     stacked = atari(4)
     observation, _ = stacked.reset(seed=3)
     native = [observation.copy()]
     rollouts = []
-    for step in range(0, 600, alg.steps_per_iteration):
-        rollout, env_state, _ = script.collect_rollout(alg, single, params, env_state, KEY, step)
+    for step in range(0, 600, agent.steps_per_iteration):
+        rollout, env_state, _ = script.collect_rollout(agent, single, params, env_state, KEY, step)
         rollouts.append((rollout, env_state[0]))
         for action in rollout.action:
             observation, *_ = stacked.step(action)
             native.append(observation.copy())
     assert sum((~rollout.valid).sum() for rollout, _ in rollouts) >= 2  # episodes that ended
-    return SimpleNamespace(alg=alg, replay=state.replay, rollouts=rollouts, native=np.stack(native))
+    return SimpleNamespace(agent=agent, replay=state.replay, rollouts=rollouts, native=np.stack(native))
 
 
 def test_acting_sees_what_atari_stacks(breakout):
@@ -93,12 +92,12 @@ def test_acting_sees_what_atari_stacks(breakout):
 
 def test_learning_sees_what_atari_stacks(breakout):
     """Across resets and the write position."""
-    add = jax.jit(breakout.alg.replay.add_batch)
+    add = jax.jit(breakout.agent.replay.add_batch)
     replay = breakout.replay
     for rollout, _ in breakout.rollouts:
         replay = add(replay, rollout._replace(observation=rollout.observation[:, :, -1]))
     assert int(replay.size) == 100  # rows, a third of those added
-    sample = breakout.alg.replay.sample(replay, KEY, 512)
+    sample = breakout.agent.replay.sample(replay, KEY, 512)
     window = sample.experience
     stacks = buffers.stack_frames(window.observation, 4, window.valid)
 
@@ -127,10 +126,10 @@ def test_the_network_sees_the_channels_that_atari_stacks():
 def test_functional_environments_stack_in_the_compiled_program(script):
     run = script.Run(env_id="phys2d/CartPole-v1")
     rollout = {"num_steps": 60} if script is ppo_jax else {"train_frequency": 240}
-    alg, is_jax_env = script.make_algorithm(script.Args(num_envs=4, frame_stack=3, **rollout), run)
+    agent, is_jax_env = script.make_algorithm(script.Args(num_envs=4, frame_stack=3, **rollout), run)
     assert is_jax_env
-    envs = compiled.Trainer(alg, run).envs
-    params = alg.policy_params(jax.jit(alg.init)(KEY))
+    envs = compiled.Trainer(agent, run).envs
+    params = agent.policy_params(jax.jit(agent.init)(KEY))
     _, rollout = jax.jit(envs.collect)(envs.reset(KEY, 4), params, KEY, 0)
     assert rollout.valid.shape == (60, 4)
 
@@ -150,7 +149,7 @@ def test_a_million_steps_of_atari_take_so_many_gigabytes(stack, gigabytes):
     shape = (4, 84, 84) if stack == 1 else (4, 1, 84, 84)
     args = dqn_jax.Args(num_envs=8, frame_stack=stack, buffer_size=10**6, total_timesteps=10**7)
     observations = gym.spaces.Box(0, 255, shape, np.uint8)
-    alg = dqn_jax.Algorithm(args, observations, gym.spaces.Discrete(4))
-    replay = jax.eval_shape(alg.init, KEY).replay
+    agent = dqn_jax.Agent(args, observations, gym.spaces.Discrete(4))
+    replay = jax.eval_shape(agent.init, KEY).replay
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(replay))
     assert size / 1e9 == pytest.approx(gigabytes, abs=0.05)

@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_DQN, one_line, slow
 from environments import Counter, Probe
-from events import ROOT, read_events
+from helpers import ROOT, SMALL_DQN, one_line, read_events, slow
 
 import dqn_jax
-import images
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
 import sac_jax
+from cleanreplay import images
 
 SMALL = {  # shapes of observations, and what they are with the channels last
     (10, 10, 4): (10, 10, 4),
@@ -159,7 +158,7 @@ def test_the_frames_of_a_stack_become_channels():
 def test_observations_are_kept_in_their_dtype_if_images_have_it(module, dtype, stored):
     actions = gym.spaces.Box(-1, 1, (1,)) if module is sac_jax else gym.spaces.Discrete(2)
     observations = gym.spaces.Box(0, 1, (10, 10, 4), dtype)
-    algorithm = module.Algorithm(module.Args(), observations, actions)
+    algorithm = module.Agent(module.Args(), observations, actions)
     assert algorithm.example_step.observation.dtype == stored
 
 

@@ -6,14 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import COUNTER, SMALL_DQN, SMALL_PPO, one_line, slow
 from environments import Chain, Counter
-from events import read_events
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Sequence, Tuple
-from test_buffers import assert_trees_equal
+from helpers import (
+    COUNTER,
+    SMALL_DQN,
+    SMALL_PPO,
+    assert_trees_equal,
+    find_jax_env,
+    make_agent,
+    make_trainer,
+    one_line,
+    read_events,
+    slow,
+)
 
-import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
@@ -74,14 +82,14 @@ def test_observations_that_are_no_vector_are_flattened(kind):
     _, _, flat = OBSERVATIONS[kind]
     args = dqn_jax.Args(**SMALL_DQN)
     run = dqn_jax.Run(env_id=f"Observes{kind}-v0")
-    alg, _ = dqn_jax.make_algorithm(args, run)
+    agent = make_agent(dqn_jax, args, run)
     envs = dqn_jax.make_envs(args, run, 2)
     at_first, _ = envs.reset(seed=0)
     later, *_ = envs.step(np.zeros(2, int))
     envs.close()
     for observation in (at_first, later):
         np.testing.assert_array_equal(observation, [flat, flat])
-    assert alg.example_step.observation.shape == np.shape(flat)
+    assert agent.example_step.observation.shape == np.shape(flat)
 
 
 @pytest.mark.parametrize("kind", ["Dict", slow("Image"), slow("Small")])
@@ -158,14 +166,14 @@ gym.register("Pairs-v0", Pairs)
 
 def first_rollout(args, run):
     """What is collected first in a run, and the observation after it."""
-    alg, _ = dqn_jax.make_algorithm(args, run)
+    agent = make_agent(dqn_jax, args, run)
     envs = dqn_jax.make_envs(args, run, args.num_envs)
     observation, _ = envs.reset(seed=5)
     n = args.num_envs
     env_state = (observation, (), np.ones(n, bool), np.zeros((2, n)))
-    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
+    params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
     key = jax.random.PRNGKey(0)
-    rollout, (last, *_), _ = dqn_jax.collect_rollout(alg, envs, params, env_state, key, 0)
+    rollout, (last, *_), _ = dqn_jax.collect_rollout(agent, envs, params, env_state, key, 0)
     envs.close()
     return rollout, last
 
@@ -234,14 +242,13 @@ def test_functional_environments_of_whole_numbers(name, env_id):
     module, flags = SCRIPTS[name]
     args = module.Args(**flags | dict(num_envs=4))
     run = module.Run(env_id=env_id, log_interval=64, eval_episodes=2)
-    alg, is_jax_env = module.make_algorithm(args, run)
-    assert is_jax_env
+    assert find_jax_env(module, args, run) is not None
     state, returns, folder = module.train(args, run)
     assert np.isfinite(returns).all()
     assert np.isfinite(read_events(folder)[0]["eval/episodic_return"][-1][1])
-    assert alg.example_step.observation.dtype == np.float32
-    envs = compiled.Trainer(alg, run).init().envs
-    assert envs.observation.dtype == jnp.float32
+    trainer = make_trainer(module, args, run)
+    assert trainer.agent.example_step.observation.dtype == np.float32
+    assert trainer.init().envs.observation.dtype == jnp.float32
     if module is not ppo_jax:
         assert state.replay.storage.observation.dtype == jnp.float32
         assert state.replay.storage.reward.dtype == jnp.float32

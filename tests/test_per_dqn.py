@@ -8,24 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
-from events import read_events
-from test_dqn import (
-    LAST,
+from by_hand import (
     PROBE,
     PlainReplay,
+    filled,
+    keys_of_gradient_step,
     learned_q,
     linear,
+    moves_of_target,
     plain_gradient_step,
     random_rollout,
     state_of,
     td_errors_by_hand,
+    train_without_gradients,
     windows_by_hand,
 )
+from helpers import read_events, slow
 
 import per_dqn_jax
 from per_dqn_jax import Args, Run, Step, train
 
+KEY = jax.random.PRNGKey(0)
 WEIGHTS = np.array([0.5, 1.0, 0.25])  # of the three windows by hand; the fourth one only resets
 
 
@@ -37,13 +40,13 @@ def gradient_by_hand(errors):
 @pytest.mark.parametrize("double_q", [False, True])
 def test_loss_is_that_computed_by_hand(double_q):
     """Each row counts by its weight; one that only resets counts for nothing."""
-    alg = linear(per_dqn_jax, Args(gamma=0.5, double_q=double_q))
+    agent = linear(per_dqn_jax, Args(gamma=0.5, double_q=double_q))
     params = jnp.array([1.0, 2.0])
     target_params = jnp.array([10.0, 4.0])
-    batch = alg.to_transitions(windows_by_hand())
+    batch = agent.to_transitions(windows_by_hand(), KEY)
     np.testing.assert_array_equal(batch.valid, [True, True, True, False])
     weights = jnp.array([*WEIGHTS, 1e6])
-    grad_fn = jax.value_and_grad(alg.loss, has_aux=True)
+    grad_fn = jax.value_and_grad(agent.loss, has_aux=True)
 
     (loss, (metrics, td_error)), grad = grad_fn(params, target_params, batch, weights)
 
@@ -59,7 +62,7 @@ def test_loss_is_that_computed_by_hand(double_q):
 def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, monkeypatch):
     """One that only resets has no weight, and gets priority 0."""
     args = Args(gamma=0.5, double_q=double_q, priority_epsilon=0.125, batch_size=4)
-    alg = linear(per_dqn_jax, args)
+    agent = linear(per_dqn_jax, args)
     weighed = []
     priorities = []
 
@@ -69,25 +72,20 @@ def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, m
 
     def sample(state, key, batch_size):
         assert batch_size == 4
-        drawn = alg_sample(state, key, batch_size)
+        drawn = replay.sample(state, key, batch_size)
         probabilities = jnp.array([0.125, 0.25, 0.5, 0.75])
         return drawn._replace(experience=windows_by_hand(), probabilities=probabilities)
 
     def set_priorities(state, indices, values):
         priorities.append(values)
-        return alg_set_priorities(state, indices, values)
+        return replay.set_priorities(state, indices, values)
 
     monkeypatch.setattr(per_dqn_jax.buffers, "importance_weights", importance_weights)
-    replay = alg.replay
-    alg_sample = replay.sample
-    alg_set_priorities = replay.set_priorities
-    by_hand = {"sample": sample, "set_priorities": set_priorities}
-    alg.replay = SimpleNamespace(init=replay.init, **by_hand)
-    state = state_of(alg, [1.0, 2.0], [10.0, 4.0])
-    rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(1, bool))
-    state = state._replace(replay=replay.add_batch(state.replay, Step(*rollout)))
+    replay = agent.replay
+    state = filled(agent, state_of(agent, [1.0, 2.0], [10.0, 4.0]), steps=10)
+    agent.replay = SimpleNamespace(sample=sample, set_priorities=set_priorities)
 
-    new, metrics = alg.gradient_step(state, jax.random.PRNGKey(0), 250_000)  # half of training
+    new, metrics = agent.gradient_step(state, KEY, 25_000)  # of 50,000
 
     ((probabilities, beta),) = weighed
     np.testing.assert_array_equal(probabilities, [0.125, 0.25, 0.5, 0])
@@ -100,10 +98,29 @@ def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, m
     np.testing.assert_allclose(new.params, [1.0, 2.0] - 0.1 * gradient_by_hand(errors))
 
 
-def test_beta_ends_at_exactly_1():
-    """Where the bias matters."""
-    alg = linear(per_dqn_jax, Args(total_timesteps=3_000, learning_starts=500))
-    beta = [alg.beta(step) for step in (0, 1_500, 2_990, 3_000, 4_000)]
+@pytest.mark.parametrize(
+    ("flags", "updates"),
+    [
+        (dict(num_envs=5, train_frequency=10), range(4, 11)),
+        (dict(num_envs=5, train_frequency=10, gradient_steps=3), range(10, 31)),
+        (dict(num_envs=4, train_frequency=16), range(3, 8)),  # the last one after step 100
+        (dict(num_envs=4, train_frequency=200), range(1, 2)),
+    ],
+)
+def test_beta_is_the_importance_exponent_at_the_start_and_1_at_the_last_update(flags, updates):
+    """Exactly, where the bias matters."""
+    sizes = dict(total_timesteps=100, learning_starts=35, batch_size=8, buffer_size=50)
+    args = Args(importance_exponent=0.25, **sizes, **flags)
+    numbers, _ = train_without_gradients(per_dqn_jax, args)
+    assert numbers == list(updates)
+    agent = linear(per_dqn_jax, args)
+    assert agent.beta_at(0) == 0.25
+    assert agent.beta_at(numbers[-1]) == 1
+
+
+def test_beta_goes_in_a_straight_line_and_stays_at_1():
+    agent = linear(per_dqn_jax, Args(total_timesteps=3_000, learning_starts=500))
+    beta = [agent.beta_at(update) for update in (0, 150, 299, 300, 400)]
     np.testing.assert_allclose(beta, [0.4, 0.7, 0.998, 1, 1], rtol=1e-6)
     assert beta[3] == beta[4] == 1
 
@@ -114,8 +131,8 @@ class PlainLearner:
     `shares` has, of each window that is held, its priority ** 0.6, at row * 3 + environment.
     """
 
-    def __init__(self, alg, params, target_params):
-        self.alg = alg
+    def __init__(self, agent, params, target_params):
+        self.agent = agent
         self.params = params
         self.target_params = target_params
         self.steps = PlainReplay()
@@ -132,7 +149,7 @@ class PlainLearner:
 
     def gradient_step(self, replay, key, beta):
         """The replay with the new priorities, and the metrics."""
-        drawn = self.alg.replay.sample(replay, key, 8)
+        drawn = self.agent.replay.sample(replay, key, 8)
         indices = drawn.indices.tolist()
         probabilities = [self.shares[i] / sum(self.shares.values()) for i in indices]
         np.testing.assert_allclose(drawn.probabilities, probabilities, rtol=1e-4)
@@ -149,7 +166,7 @@ class PlainLearner:
         self.largest = max(self.largest, priorities.max())
         self.resets += (~valid).sum()
         values = priorities.astype(np.float32)
-        return self.alg.replay.set_priorities(replay, drawn.indices, values), {
+        return self.agent.replay.set_priorities(replay, drawn.indices, values), {
             "losses/td_loss": np.mean(weights * error**2),
             "losses/q_values": value.mean(),
             "losses/importance_weight_min": weights.min(),
@@ -164,26 +181,28 @@ def test_train_step_is_what_a_plain_loop_gives():
     """
     flags = dict(priority_exponent=0.6, priority_epsilon=0.01, double_q=False, n_step=2, gamma=0.9)
     sizes = dict(num_envs=3, train_frequency=4, batch_size=8, buffer_size=30, learning_starts=12)
-    alg = linear(per_dqn_jax, Args(**flags, **sizes, total_timesteps=48))
+    agent = linear(per_dqn_jax, Args(**flags, **sizes, total_timesteps=48))
     rng = np.random.default_rng(0)
-    plain = PlainLearner(alg, params=np.array([0.5, -0.5]), target_params=np.array([1.5, 0.5]))
+    plain = PlainLearner(agent, params=np.array([0.5, -0.5]), target_params=np.array([1.5, 0.5]))
     target_params = plain.target_params.astype(np.float32)
-    state = state_of(alg, plain.params.astype(np.float32), target_params)
-    train_step = jax.jit(alg.train_step)
+    state = state_of(agent, plain.params.astype(np.float32), target_params)
+    train_step = jax.jit(agent.train_step)
     key = jax.random.PRNGKey(3)
     resetting = np.zeros(3, bool)
-    betas = {0: 0.4, 12: 0.55, 24: 0.7, 36: 0.85}
-    for step, beta in betas.items():
+    for step in (0, 12, 24, 36):
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
         rollout = Step(*rollout)
-        replay = alg.replay.add_batch(jax.tree.map(jnp.copy, state.replay), rollout)
-        state, _, metrics = train_step(state, rollout, LAST, key, step)
+        replay = agent.replay.add_batch(jax.tree.map(jnp.copy, state.replay), rollout)
+        state, _, metrics = train_step(state, rollout, key, step)
 
         plain.add(rollout)
         gradient_steps = 3 if step > 0 else 0
-        losses = {tag: 0 for tag in metrics if tag.startswith("losses/")}
-        for own_key in jax.random.split(jax.random.fold_in(key, step), 3)[:gradient_steps]:
-            replay, losses = plain.gradient_step(replay, own_key, beta)
+        losses = {tag: np.inf for tag in metrics if tag.startswith("losses/")}
+        beta = np.inf
+        for i, own_key in enumerate(jax.random.split(jax.random.fold_in(key, step), 3)):
+            if gradient_steps > 0:
+                beta = 0.4 + 0.6 * (step // 4 + i + 1) / 12  # of gradient steps from step 0 on
+                replay, losses = plain.gradient_step(replay, own_key, beta)
 
         np.testing.assert_allclose(state.params, plain.params, rtol=1e-4)
         tree = np.asarray(state.replay.tree[0])[:30]
@@ -204,16 +223,51 @@ def test_a_batch_of_steps_that_only_reset_changes_nothing():
     """But their priorities, which are 0 from then on."""
     flags = dict(learning_starts=32, total_timesteps=100)
     args = Args(num_envs=2, train_frequency=8, batch_size=32, buffer_size=20, **flags)
-    alg = linear(per_dqn_jax, args)
+    agent = linear(per_dqn_jax, args)
     rollout, _ = random_rollout(np.random.default_rng(0), 4, np.zeros(2, bool))
     rollout = Step(*rollout)._replace(valid=np.zeros((4, 2), bool))
-    state = state_of(alg, np.array([1.0, 2.0], np.float32), np.array([3.0, 4.0], np.float32))
-    new, _, metrics = jax.jit(alg.train_step)(state, rollout, LAST, jax.random.PRNGKey(0), 32)
+    state = state_of(agent, np.array([1.0, 2.0], np.float32), np.array([3.0, 4.0], np.float32))
+    new, _, metrics = jax.jit(agent.train_step)(state, rollout, KEY, 32)
     np.testing.assert_array_equal(new.params, [1, 2])
     assert metrics["losses/td_loss"] == metrics["losses/q_values"] == 0
     np.testing.assert_array_equal(new.replay.tree[0], 0)
     assert new.replay.max_priority == 0
-    assert int(new.num_updates) == 1
+    assert metrics["charts/gradient_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "period"),
+    [
+        (dict(target_network_frequency=12, gradient_steps=2), 6),
+        (dict(target_network_frequency=12, tau=0.25), 3),
+    ],
+)
+def test_the_target_moves_at_the_multiples_of_its_period(flags, period):
+    agent = linear(per_dqn_jax, Args(**flags, train_frequency=4, batch_size=8, buffer_size=40))
+    state = filled(agent, state_of(agent, [0.5, -0.5], [1.5, 0.5]))
+    moves = moves_of_target(agent, state, last_update=2 * period)
+    assert list(moves) == [period, 2 * period]
+    for old_target, params, target in moves.values():
+        wanted = agent.args.tau * params + (1 - agent.args.tau) * old_target
+        np.testing.assert_allclose(target, wanted, rtol=1e-6)
+
+
+def test_what_is_drawn_in_to_transitions_does_not_depend_on_the_batch():
+    """Its key is another one than that of the draw from the replay."""
+    agent = linear(per_dqn_jax, Args(batch_size=8, buffer_size=40))
+    of_draw, of_batch = keys_of_gradient_step(agent, filled(agent, agent.init(KEY)), KEY)
+    assert (of_draw != of_batch).any()
+
+
+def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key():
+    args = Args(end_e=0.5, total_timesteps=50_000)
+    agent = linear(per_dqn_jax, args, num_actions=3, start=5)
+    params = jnp.array([5.0, 7.0, 6.0])
+    observation = np.ones((200, 1), np.float32)
+    np.testing.assert_array_equal(agent.policy(params)(observation), 6)
+    wanted = 5 + np.asarray(agent.act(params, observation, KEY, 40_000))
+    assert set(wanted) == {5, 6, 7}
+    np.testing.assert_array_equal(agent.policy(params, KEY)(observation, step=40_000), wanted)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +295,6 @@ def test_the_same_seed_makes_the_same_run():
     kernels = [state.params["params"]["Dense_0"]["kernel"] for state in (first, other)]
     assert (kernels[0] != kernels[1]).any()
     scalars, _ = read_events(folder)
-    # Of the iteration that ends at the log entry: it began 8 steps before.
-    betas = 0.4 + 0.6 * (np.arange(1_000, 4_001, 1_000) - 8) / 4_000
+    # That of the last gradient step before the log entry: there is one every 4 steps.
+    betas = 0.4 + 0.6 * np.arange(1_000, 4_001, 1_000) / 4_000
     np.testing.assert_allclose([beta for _, beta in scalars["charts/beta"]], betas, rtol=1e-6)

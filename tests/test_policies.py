@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_DQN, SMALL_PPO, slow
+from helpers import SMALL_DQN, SMALL_PPO, make_agent, slow
 
-import checkpoints
-import compiled
+import cleanreplay
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+from cleanreplay import checkpoints, compiled, experiment
 
 SCRIPTS = {
     "dqn": (dqn_jax, SMALL_DQN),
@@ -32,28 +32,29 @@ OBSERVATIONS = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
 
 def agents_of(run):
     """DQN, and parameters to act with that always choose action 0, 1 or 2."""
-    alg, _ = dqn_jax.make_algorithm(dqn_jax.Args(**SMALL_DQN), run)
-    params = jax.jit(alg.init)(jax.random.PRNGKey(0)).params
+    agent = make_agent(dqn_jax, dqn_jax.Args(**SMALL_DQN), run)
+    params = jax.jit(agent.init)(jax.random.PRNGKey(0)).params
     always = []
     for action in range(3):
-        agent = jax.tree.map(np.zeros_like, params)
-        agent["params"]["Dense_2"]["bias"][action] = 1
-        always.append(agent)
-    return alg, always
+        one = jax.tree.map(np.zeros_like, params)
+        one["params"]["Dense_2"]["bias"][action] = 1
+        always.append(one)
+    return agent, always
 
 
 def folder_of(run):
     """A folder as one of a run of DQN, in which nothing is saved but the flags."""
     folder = Path("run").absolute()
     folder.mkdir()
-    saved = {"run": asdict(run), "args": asdict(dqn_jax.Args(**SMALL_DQN))}
+    args = asdict(dqn_jax.Args(**SMALL_DQN))
+    saved = {"script": dqn_jax.__file__, "run": asdict(run), "args": args}
     (folder / "args.json").write_text(json.dumps(saved))
     return folder
 
 
 def action_of(folder):
     """The only action that the loaded agent takes, whatever it observes."""
-    actions = dqn_jax.load_policy(folder)(OBSERVATIONS)
+    actions = cleanreplay.load_policy(folder)(OBSERVATIONS)
     assert actions.shape == (7,)
     (action,) = set(actions.tolist())
     return action
@@ -64,9 +65,9 @@ def steps_of_best(folder):
     return [path.name for path in (folder / "best").iterdir()]
 
 
-def greedy(alg, params, observations):
+def greedy(agent, params, observations):
     """The environment's actions without exploration."""
-    return alg.to_env_action(np.asarray(alg.act(params, observations)[0]))
+    return agent.to_env_action(np.asarray(agent.act(params, observations)))
 
 
 def wide_observations(*shape):
@@ -124,19 +125,19 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
     scores = iter([1.0, 4.0, 2.0, 3.0])
     agents = []
 
-    def evaluate(alg, run, params, episodes, stop):
+    def play_episodes(agent, run, params, envs, stop):
         agents.append(jax.tree.map(np.array, params))
-        return np.full(episodes, next(scores))
+        return np.full(envs.num_envs, next(scores))
 
-    monkeypatch.setattr(dqn_jax, "evaluate", evaluate)
+    monkeypatch.setattr(experiment, "play_episodes", play_episodes)
     _, _, folder = dqn_jax.train(args, run)
 
     assert steps_of_best(folder) == ["120"]
-    alg, _ = dqn_jax.make_algorithm(args, run)
+    agent = make_agent(dqn_jax, args, run)
     observations = wide_observations(1000, 3)
-    wanted = [greedy(alg, params, observations) for params in agents]
+    wanted = [greedy(agent, params, observations) for params in agents]
     assert len(wanted) == 4
-    loaded = checkpoints.load_policy(folder, dqn_jax)(observations)
+    loaded = cleanreplay.load_policy(folder)(observations)
     np.testing.assert_array_equal(loaded, wanted[1])
     assert (loaded != wanted[3]).any()
 
@@ -145,24 +146,24 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
 def test_without_an_evaluation_that_is_a_number_it_is_the_agent_saved_last(
     eval_episodes, monkeypatch
 ):
-    monkeypatch.setattr(dqn_jax, "evaluate", lambda *_, stop: np.array([np.nan]))
+    monkeypatch.setattr(experiment, "play_episodes", lambda *_, stop: np.array([np.nan]))
     args = dqn_jax.Args(**SMALL_DQN | dict(learning_rate=0.1))
     run = dqn_jax.Run(**COUNTER, checkpoint_interval=100, eval_episodes=eval_episodes)
     state, _, folder = dqn_jax.train(args, run)
-    alg, _ = dqn_jax.make_algorithm(args, run)
+    agent = make_agent(dqn_jax, args, run)
     observations = wide_observations(1000, 3)
 
-    loaded = checkpoints.load_policy(folder, dqn_jax)(observations)
-    wanted = greedy(alg, state.params, observations)
+    loaded = cleanreplay.load_policy(folder)(observations)
+    wanted = greedy(agent, state.params, observations)
     np.testing.assert_array_equal(loaded, wanted)
 
     # Without the checkpoint of the end it is that of step 100.
     shutil.rmtree(folder / "checkpoints" / "200")
     saver = checkpoints.Checkpoints(folder)
-    earlier = saver.restore(jax.tree.map(jnp.zeros_like, state))
-    assert saver.begin == 100
-    loaded = checkpoints.load_policy(folder, dqn_jax)(observations)
-    wanted = greedy(alg, earlier.params, observations)
+    step, earlier, _ = saver.restore(jax.tree.map(jnp.zeros_like, state))
+    assert step == 100
+    loaded = cleanreplay.load_policy(folder)(observations)
+    wanted = greedy(agent, earlier.params, observations)
     np.testing.assert_array_equal(loaded, wanted)
 
 
@@ -174,11 +175,11 @@ def test_the_replay_is_not_read(name, eval_episodes):
     args = module.Args(**flags)
     run = module.Run(**COUNTER, eval_episodes=eval_episodes)
     state, _, folder = module.train(args, run)
-    alg, _ = module.make_algorithm(args, run)
+    agent = make_agent(module, args, run)
     (checkpoint,) = (folder / "checkpoints").iterdir()
     shutil.rmtree(checkpoint / "state")
-    wanted = greedy(alg, alg.policy_params(state), OBSERVATIONS)
-    np.testing.assert_array_equal(checkpoints.load_policy(folder, module)(OBSERVATIONS), wanted)
+    wanted = greedy(agent, agent.policy_params(state), OBSERVATIONS)
+    np.testing.assert_array_equal(cleanreplay.load_policy(folder)(OBSERVATIONS), wanted)
 
 
 # --- kinds of agents
@@ -196,14 +197,14 @@ def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     run = module.Run(**CHAIN, num_seeds=3)
     states, _, folder = module.train(args, run)
 
-    alg, _ = module.make_algorithm(args, run)
-    params = alg.policy_params(states)
+    agent = make_agent(module, args, run)
+    params = agent.policy_params(states)
     observations = np.random.default_rng(0).normal(size=(1000, 5)).astype(np.float32)
     wanted = []
     for seed in range(3):
-        agent = jax.tree.map(lambda x, seed=seed: x[seed], params)
-        wanted.append(greedy(alg, agent, observations))
-    loaded = checkpoints.load_policy(folder, module)(observations)
+        own = jax.tree.map(lambda x, seed=seed: x[seed], params)
+        wanted.append(greedy(agent, own, observations))
+    loaded = cleanreplay.load_policy(folder)(observations)
     np.testing.assert_array_equal(loaded, wanted[best])
     assert (loaded != wanted[1]).any()
 
@@ -213,11 +214,11 @@ def test_of_many_seeds_without_an_evaluation_it_is_the_first_one():
     run = ppo_jax.Run(**CHAIN | dict(eval_episodes=0), num_seeds=3)
     states, _, folder = ppo_jax.train(args, run)
 
-    alg, _ = ppo_jax.make_algorithm(args, run)
-    first_agent = jax.tree.map(lambda x: x[0], alg.policy_params(states))
+    agent = make_agent(ppo_jax, args, run)
+    first_agent = jax.tree.map(lambda x: x[0], agent.policy_params(states))
     observations = np.random.default_rng(0).normal(size=(1000, 5)).astype(np.float32)
-    loaded = checkpoints.load_policy(folder, ppo_jax)(observations)
-    wanted = greedy(alg, first_agent, observations)
+    loaded = cleanreplay.load_policy(folder)(observations)
+    wanted = greedy(agent, first_agent, observations)
     np.testing.assert_array_equal(loaded, wanted)
 
 
@@ -225,18 +226,18 @@ def test_an_agent_of_stacks_takes_stacks():
     args = dqn_jax.Args(**SMALL_DQN | dict(frame_stack=4, learning_rate=0.1))
     run = dqn_jax.Run(**COUNTER, eval_episodes=1)
     state, _, folder = dqn_jax.train(args, run)
-    alg, _ = dqn_jax.make_algorithm(args, run)
+    agent = make_agent(dqn_jax, args, run)
     stacks = wide_observations(500, 4, 3)
 
-    actions = checkpoints.load_policy(folder, dqn_jax)(stacks)
+    actions = cleanreplay.load_policy(folder)(stacks)
 
-    np.testing.assert_array_equal(actions, greedy(alg, state.params, stacks))
-    q_values = alg.network.apply(state.params, stacks)
+    np.testing.assert_array_equal(actions, greedy(agent, state.params, stacks))
+    q_values = agent.network.apply(state.params, stacks)
     np.testing.assert_array_equal(actions, np.argmax(q_values, axis=1))
     # The frames before the newest one matter.
     only_newest = stacks.copy()
     only_newest[:, :3] = 0
-    assert (checkpoints.load_policy(folder, dqn_jax)(only_newest) != actions).any()
+    assert (cleanreplay.load_policy(folder)(only_newest) != actions).any()
 
 
 @pytest.mark.parametrize("name", ["dqn", "ppo"])
@@ -248,7 +249,7 @@ def test_actions_that_start_at_1_are_those_of_the_environment(name):
     envs = gym.make_vec("environments:Start-v0", 3)
     observation, _ = envs.reset(seed=0)
 
-    actions = checkpoints.load_policy(folder, module)(observation)
+    actions = cleanreplay.load_policy(folder)(observation)
 
     np.testing.assert_array_equal(actions, [2, 2, 2])  # the better one
     _, reward, *_ = envs.step(actions)
@@ -259,20 +260,20 @@ def test_actions_of_a_box_are_scaled_and_clipped_to_it():
     run = ppo_jax.Run(env_id="Pendulum-v1", log_interval=64, eval_episodes=0)
     args = ppo_jax.Args(**SMALL_PPO)
     state, _, folder = ppo_jax.train(args, run)
-    alg, _ = ppo_jax.make_algorithm(args, run)
-    params, moments = alg.policy_params(state)
+    agent = make_agent(ppo_jax, args, run)
+    params, moments = agent.policy_params(state)
     params = jax.tree.map(np.array, params)
     params["params"]["Dense_4"]["kernel"] *= 1_000  # the mean of the actions
     saved = checkpoints.Checkpoints(folder)
     saved.save_if_best(64, (params, moments), 0.0)
     observations = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
-    output, _ = alg.network.apply(params, ppo_jax.normalize(observations, moments))
+    output, _ = agent.network.apply(params, ppo_jax.normalize(observations, moments))
     mean = np.asarray(output)[:, :1]
     assert mean.min() < -1
     assert mean.max() > 1
     assert (np.abs(mean) < 1).any()
 
-    actions = checkpoints.load_policy(folder, ppo_jax)(observations)
+    actions = cleanreplay.load_policy(folder)(observations)
 
     assert actions.shape == (100, 1)
     assert actions.dtype == np.float32
@@ -288,15 +289,15 @@ def test_actions_of_a_box_are_scaled_and_clipped_to_it():
 def test_the_best_agent_stays_at_a_resume_though_it_comes_after_the_checkpoint():
     """A better one takes its place, also at a step before it."""
     run = dqn_jax.Run(**COUNTER)
-    alg, always = agents_of(run)
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    agent, always = agents_of(run)
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     folder = folder_of(run)
     saved = checkpoints.Checkpoints(folder)
     saved.save(100, state, always[0], [])
     saved.save_if_best(150, always[1], 9.0)
     resumed = checkpoints.Checkpoints(folder)
-    resumed.restore(state)
-    assert resumed.begin == 100
+    step, _, _ = resumed.restore(state)
+    assert step == 100
     assert action_of(folder) == 1
     resumed.save_if_best(120, always[2], 1.0)
     assert action_of(folder) == 1
@@ -306,8 +307,8 @@ def test_the_best_agent_stays_at_a_resume_though_it_comes_after_the_checkpoint()
 
 def test_an_agent_of_the_checkpoint_or_before_stays_at_a_resume():
     run = dqn_jax.Run(**COUNTER)
-    alg, always = agents_of(run)
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    agent, always = agents_of(run)
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     folder = folder_of(run)
     saved = checkpoints.Checkpoints(folder)
     saved.save_if_best(100, always[1], 3.0)
@@ -330,7 +331,7 @@ def test_a_checkpoint_interval_of_0_saves_nothing():
     left = sorted(path.name.split(".")[0] for path in folder.glob("[a-z]*"))
     assert left == ["args", "events", "run"]
     with pytest.raises(dqn_jax.UsageError, match="has no checkpoint"):
-        checkpoints.load_policy(folder, dqn_jax)
+        cleanreplay.load_policy(folder)
 
 
 # --- mistakes
@@ -339,7 +340,7 @@ def test_a_checkpoint_interval_of_0_saves_nothing():
 def test_a_run_of_another_script_is_named():
     _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
     with pytest.raises(dqn_jax.UsageError, match="run of another script"):
-        checkpoints.load_policy(folder, ppo_jax)
+        cleanreplay.load_policy(folder, ppo_jax.__file__)
     run = per_dqn_jax.Run(**COUNTER, resume=str(folder))
     with pytest.raises(dqn_jax.UsageError, match="of another script or version: replay"):
         per_dqn_jax.train(per_dqn_jax.Args(**SMALL_DQN, double_q=False), run)
@@ -348,7 +349,7 @@ def test_a_run_of_another_script_is_named():
 def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is():
     Path("empty").mkdir()
     with pytest.raises(dqn_jax.UsageError, match="empty is not the folder of a run"):
-        checkpoints.load_policy("empty", dqn_jax)
+        cleanreplay.load_policy("empty")
     assert not any(Path("empty").iterdir())
 
 
@@ -359,11 +360,11 @@ def test_a_video_that_a_run_records_is_not_needed_to_load_its_agent(monkeypatch)
     saved["run"] |= {"capture_video": True, "distributed": "localhost:1,2,0", "track": True}
     (folder / "args.json").write_text(json.dumps(saved))
     monkeypatch.setitem(sys.modules, "moviepy", None)
-    assert checkpoints.load_policy(folder, dqn_jax)(OBSERVATIONS).shape == (7,)
+    assert cleanreplay.load_policy(folder)(OBSERVATIONS).shape == (7,)
 
 
 def test_an_observation_without_its_batch_axis_is_an_error():
     _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
-    policy = checkpoints.load_policy(folder, dqn_jax)
+    policy = cleanreplay.load_policy(folder)
     with pytest.raises(ValueError, match=r"observations must be \[N, 3\], not \(3,\)"):
         policy(OBSERVATIONS[0])

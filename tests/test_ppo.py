@@ -15,11 +15,11 @@ import optax
 import pytest
 import scipy.special
 import scipy.stats
-from conftest import slow
+from helpers import make_agent, slow
 from jax.flatten_util import ravel_pytree
 from optax.tree_utils import tree_get
 
-import checkpoints
+import cleanreplay
 import ppo_jax
 from ppo_jax import PPO, Args, Batch, Run, RunningMeanStd, Step, UsageError, train
 
@@ -166,17 +166,15 @@ def test_gae_is_what_a_plain_loop_gives(gae_lambda):
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
-@pytest.mark.parametrize("shape", [(50,), (50, 3)])
-def test_masked_mean_and_variance_are_those_of_the_rows_that_numpy_takes(shape):
+@pytest.mark.parametrize("shape", [(50,), (3, 50)])
+def test_masked_variances_are_those_of_the_columns_that_numpy_takes(shape):
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape).astype(np.float32)
     mask = rng.random(50) < 0.5
-    x[~mask] = np.nan
-    np.testing.assert_allclose(ppo_jax.masked_mean(x, mask), x[mask].mean(0), rtol=1e-5)
-    np.testing.assert_allclose(ppo_jax.masked_var(x, mask), x[mask].var(0), rtol=1e-5)
-    none = np.zeros(50, bool)  # of no row they are 0
-    np.testing.assert_array_equal(ppo_jax.masked_mean(x, none), np.zeros(shape[1:]))
-    np.testing.assert_array_equal(ppo_jax.masked_var(x, none), np.zeros(shape[1:]))
+    x[..., ~mask] = np.nan
+    np.testing.assert_allclose(ppo_jax.masked_var(x, mask), x[..., mask].var(-1), rtol=1e-5)
+    none = np.zeros(50, bool)  # of no column it is 0
+    np.testing.assert_array_equal(ppo_jax.masked_var(x, none), np.zeros(shape[:-1]))
 
 
 def test_running_statistics_are_those_of_all_rows_that_were_taken_in():
@@ -206,61 +204,88 @@ def test_observations_are_normalised_to_deviations_from_the_mean_and_at_most_10(
 # ----------------------------------------------------------------------------------------- acting
 
 
-def explore(alg, params, key=0, step=0):
+def explore(agent, params, key=0, step=0):
     """Actions of 20,000 environments that all observe zeros."""
     observation = np.zeros((20_000, 3), np.float32)
-    actions, _ = alg.act(params, observation, (), jax.random.PRNGKey(key), step)
-    assert actions.dtype == alg.example_step.action.dtype
+    actions = agent.act(params, observation, jax.random.PRNGKey(key), step)
+    assert actions.dtype == agent.example_step.action.dtype
     return np.asarray(actions)
 
 
 def fixed_policy(space, output, **params):
     """The algorithm, and parameters whose actor gives `output` for every observation."""
-    alg = PPO(Args(), OBSERVATIONS, space)
-    state = jax.jit(alg.init)(KEY)
+    agent = PPO(Args(), OBSERVATIONS, space)
+    state = jax.jit(agent.init)(KEY)
     zeros = jax.tree.map(jnp.zeros_like, state.params)["params"] | params
     zeros["Dense_4"]["bias"] = jnp.asarray(output, jnp.float32)
-    return alg, alg.policy_params(state._replace(params={"params": zeros}))
+    return agent, agent.policy_params(state._replace(params={"params": zeros}))
 
 
 def test_discrete_actions_are_drawn_from_the_policy():
     p = np.array([0.1, 0.2, 0.7])
-    alg, params = fixed_policy(gym.spaces.Discrete(3), np.log(p))
-    actions = explore(alg, params)
+    agent, params = fixed_policy(gym.spaces.Discrete(3), np.log(p))
+    actions = explore(agent, params)
     assert scipy.stats.chisquare(np.bincount(actions), 20_000 * p).pvalue > 1e-3
-    np.testing.assert_array_equal(explore(alg, params), actions)
+    np.testing.assert_array_equal(explore(agent, params), actions)
     # Draws are independent of those of the next environment, the next step and another key.
-    for others in (np.roll(actions, 1), explore(alg, params, step=1), explore(alg, params, key=1)):
+    for others in (
+        np.roll(actions, 1),
+        explore(agent, params, step=1),
+        explore(agent, params, key=1),
+    ):
         counts = np.bincount(actions * 3 + others)
         wanted = 20_000 * np.outer(p, p).ravel()
         assert scipy.stats.chisquare(counts, wanted).pvalue > 1e-3
-    np.testing.assert_array_equal(alg.act(params, np.zeros((5, 3), np.float32))[0], 2)
+    np.testing.assert_array_equal(agent.act(params, np.zeros((5, 3), np.float32)), 2)
 
 
 def test_continuous_actions_are_drawn_from_the_policy():
     log_std = jnp.log(np.array([3.0, 0.5], np.float32))
-    alg, params = fixed_policy(BOX, [1.0, -2.0], log_std=log_std)
-    actions = explore(alg, params)
+    agent, params = fixed_policy(BOX, [1.0, -2.0], log_std=log_std)
+    actions = explore(agent, params)
     first, second = actions.T
     assert scipy.stats.kstest(first, scipy.stats.norm(1.0, 3.0).cdf).pvalue > 1e-3
     assert scipy.stats.kstest(second, scipy.stats.norm(-2.0, 0.5).cdf).pvalue > 1e-3
-    np.testing.assert_array_equal(explore(alg, params), actions)
-    for others in (second, explore(alg, params, step=1)[:, 0], explore(alg, params, key=1)[:, 0]):
+    np.testing.assert_array_equal(explore(agent, params), actions)
+    for others in (
+        second,
+        explore(agent, params, step=1)[:, 0],
+        explore(agent, params, key=1)[:, 0],
+    ):
         assert abs(np.corrcoef(first, others)[0, 1]) < 0.03  # 4 standard deviations
-    greedy, _ = alg.act(params, np.zeros((5, 3), np.float32))
+    greedy = agent.act(params, np.zeros((5, 3), np.float32))
     np.testing.assert_array_equal(greedy, [[1.0, -2.0]] * 5)
 
 
 def test_act_sees_normalised_observations():
-    alg = PPO(Args(), OBSERVATIONS, BOX)
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    agent = PPO(Args(), OBSERVATIONS, BOX)
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     stats = RunningMeanStd(jnp.array([1.0, 2, 3]), jnp.array([4.0, 9, 16]), jnp.float32(10))
     normalized = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
     raw = (normalized * [2, 3, 4] + [1, 2, 3]).astype(np.float32)
-    wanted, _ = alg.act((state.params, None), normalized)
-    np.testing.assert_allclose(alg.act((state.params, stats), raw)[0], wanted, rtol=1e-4)
+    wanted = agent.act((state.params, None), normalized)
+    np.testing.assert_allclose(agent.act((state.params, stats), raw), wanted, rtol=1e-4)
     # Normalisation matters for these actions.
-    assert np.abs(wanted - alg.act((state.params, None), raw)[0]).max() > 1e-3
+    assert np.abs(wanted - agent.act((state.params, None), raw)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "space",
+    [gym.spaces.Discrete(3, start=1), gym.spaces.Box(300, 500, (2,)), gym.spaces.Box(-1, 9, (2,))],
+    ids=str,
+)
+def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(space):
+    agent = PPO(Args(), OBSERVATIONS, space)
+    params = agent.policy_params(jax.jit(agent.init)(KEY))
+    observation = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+    modes = agent.policy(params)(observation)
+    wanted = agent.to_env_action(np.asarray(agent.act(params, observation)))
+    np.testing.assert_array_equal(modes, wanted)
+    draws = agent.policy(params, KEY)(observation, step=3)
+    wanted = agent.to_env_action(np.asarray(agent.act(params, observation, KEY, 3)))
+    np.testing.assert_array_equal(draws, wanted)
+    assert np.mean(draws != modes) > 0.3
+    assert all(space.contains(action) for action in [*modes, *draws])
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
@@ -277,28 +302,27 @@ def test_act_sees_normalised_observations():
 def test_actions_from_minus_1_to_1_cover_a_bounded_box_and_others_are_clipped(
     low, high, wanted, array
 ):
-    alg = PPO(Args(), OBSERVATIONS, gym.spaces.Box(low, high, (1,)))
-    got = alg.to_env_action(array(np.float32([[-1], [0], [0.25], [1], [7]])))
+    agent = PPO(Args(), OBSERVATIONS, gym.spaces.Box(low, high, (1,)))
+    got = agent.to_env_action(array(np.float32([[-1], [0], [0.25], [1], [7]])))
     np.testing.assert_allclose(got[:, 0], wanted, rtol=1e-6, atol=1e-6)
     assert got.dtype == np.float32
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_discrete_actions_are_counted_from_the_start_of_the_space(array):
-    alg = PPO(Args(), OBSERVATIONS, gym.spaces.Discrete(3, start=-1))
-    assert alg.to_env_action(array([0, 2])).tolist() == [-1, 1]
+    agent = PPO(Args(), OBSERVATIONS, gym.spaces.Discrete(3, start=-1))
+    assert agent.to_env_action(array([0, 2])).tolist() == [-1, 1]
 
 
 def test_the_first_policy_covers_the_box_and_the_rollout_keeps_its_tails():
     """The environment asserts that actions are in its Box, and its rewards tell them."""
     args = Args(num_envs=8, num_steps=128)
     run = Run(env_id="BoxProbe-match-v0")
-    alg, _ = ppo_jax.make_algorithm(args, run)
-    params = alg.policy_params(jax.jit(alg.init)(KEY))
+    agent = make_agent(ppo_jax, args, run)
+    params = agent.policy_params(jax.jit(agent.init)(KEY))
     with ppo_jax.closing(ppo_jax.make_envs(args, run, 8)) as envs:
-        observation, _ = envs.reset(seed=0)
-        env_state = (observation, (), np.ones(8, bool), np.zeros((2, 8)))
-        rollout, _, _ = ppo_jax.collect_rollout(alg, envs, params, env_state, KEY, 0)
+        env_state = ppo_jax.reset(envs, KEY, 0)
+        rollout, _ = ppo_jax.collect_rollout(agent, envs, params, env_state, KEY, 0)
     assert scipy.stats.kstest(rollout.action.ravel(), "norm").pvalue > 1e-3
     distance = rollout.action.clip(-1, 1) - rollout.observation
     wanted = np.where(rollout.valid, -(distance[..., 0] ** 2), 0)
@@ -353,10 +377,10 @@ def test_the_loss_is_what_numpy_gives(is_box, flag):
     valid = rng.random(200) < 0.7
     advantage[~valid] = 1e6
     batch = Batch(None, action, valid, log_prob - log_ratio, old_value, advantage)
-    alg = PPO(args, OBSERVATIONS, DISCRETE)
-    alg.network = SimpleNamespace(apply=lambda params, observation: params)
+    agent = PPO(args, OBSERVATIONS, DISCRETE)
+    agent.network = SimpleNamespace(apply=lambda params, observation: params)
     arrays = jax.tree.map(jnp.asarray, (batch, (output, value)))
-    loss, metrics = alg.loss(arrays[1], arrays[0])
+    loss, metrics = agent.loss(arrays[1], arrays[0])
 
     entropy, log_ratio, value, old_value, advantage = np.stack(
         [entropy, log_ratio, value, old_value, advantage]
@@ -407,8 +431,8 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     """Against a loop over three rollouts, so that returns carry over, and masked rows do not."""
     rng = np.random.default_rng(1)
     args = Args(num_envs=4, num_steps=20, normalize_rewards="yes", gamma=0.9)
-    alg = PPO(args, OBSERVATIONS, DISCRETE)
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    agent = PPO(args, OBSERVATIONS, DISCRETE)
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     running = np.zeros(4)
     seen = []
     resetting = None
@@ -420,14 +444,14 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
         rollout = rollout._replace(reward=reward)
         seen += plain_returns(running, rollout, gamma=0.9)
 
-        state, scaled = jit(alg.normalize_rewards)(state, rollout)
+        state, scaled = jit(agent.normalize_rewards)(state, rollout)
 
         wanted = np.clip(reward / np.std(seen), -10, 10)
         np.testing.assert_allclose(scaled.reward[mask], wanted[mask], rtol=1e-3)
         np.testing.assert_allclose(state.discounted_return, running, rtol=1e-4, atol=1e-6)
     assert np.count_nonzero(running) > 1
     # Where environments start anew no return goes on, and all else is kept.
-    assert_equal(alg.on_resume(state), state._replace(discounted_return=jnp.zeros(4)))
+    assert_equal(agent.on_resume(state), state._replace(discounted_return=jnp.zeros(4)))
 
 
 @pytest.mark.parametrize(
@@ -468,18 +492,18 @@ NORMALIZED = dict(normalize_observations="yes", normalize_rewards="yes")
 
 def make_step(space=DISCRETE, optimize=None, **flags):
     """The algorithm, a State, and `train_step` of it and a rollout."""
-    alg = PPO(Args(**SMALL | flags), OBSERVATIONS, space)
-    alg.optimize = optimize or alg.optimize
-    state = jax.jit(alg.init)(jax.random.PRNGKey(1))
+    agent = PPO(Args(**SMALL | flags), OBSERVATIONS, space)
+    agent.optimize = optimize or agent.optimize
+    state = jax.jit(agent.init)(jax.random.PRNGKey(1))
     # A policy that is not uniform.
     params, unravel = ravel_pytree(state.params)
     params = params + 0.1 * jax.random.normal(jax.random.PRNGKey(2), params.shape)
 
     @jit
     def step(state, rollout, step=192, last=LAST):
-        return alg.train_step(state, rollout, last, KEY, step)
+        return agent.train_step(state, rollout, KEY, step, last)
 
-    return alg, state._replace(params=unravel(params)), step
+    return agent, state._replace(params=unravel(params)), step
 
 
 def show_batch(state, batch, key, learning_rate):
@@ -491,7 +515,7 @@ def show_batch(state, batch, key, learning_rate):
 def test_a_batch_has_what_numpy_gives(space):
     """Of the signs of rewards, or normalised: by what was seen in rollouts before this one."""
     flags = NORMALIZED if space is BOX else dict(clip_rewards=True)
-    alg, state, step = make_step(space, show_batch, **flags)
+    agent, state, step = make_step(space, show_batch, **flags)
     seen = np.empty((0, 3))
     for seed in range(2):
         rollout = random_rollout(np.random.default_rng(seed), 16, 4, space)
@@ -499,7 +523,7 @@ def test_a_batch_has_what_numpy_gives(space):
         scaled = rollout._replace(reward=np.sign(rollout.reward))
         observations = np.concatenate([rollout.observation, LAST[None]])
         if space is BOX:
-            _, scaled = alg.normalize_rewards(state, rollout)
+            _, scaled = agent.normalize_rewards(state, rollout)
             if len(seen) > 0:
                 observations = (observations - seen.mean(0)) / seen.std(0)
             observations = np.clip(observations, -10, 10)
@@ -508,7 +532,7 @@ def test_a_batch_has_what_numpy_gives(space):
         state, acting, metrics = step(state, rollout)
         batch = metrics.pop("batch")
 
-        output, value = alg.network.apply(state.params, observations.reshape(-1, 3))
+        output, value = agent.network.apply(state.params, observations.reshape(-1, 3))
         value = np.asarray(value).reshape(17, 4)
         log_prob, _ = scipy_log_prob(output[:64], np.asarray(batch.action))
         advantage = plain_gae(scaled, value[:-1], value[1:], 0.9, 0.8)
@@ -554,17 +578,17 @@ def count_rows(params, batch):
 )
 def test_epochs_take_every_row_once_and_stop_at_the_target_kl(target_kl, epochs):
     """The KL divergences of the three epochs are 24, 88 and 152."""
-    alg = PPO(
+    agent = PPO(
         Args(**SMALL | dict(num_minibatches=4, update_epochs=3), target_kl=target_kl),
         OBSERVATIONS,
         DISCRETE,
     )
-    alg.loss = count_rows
-    alg.optimizer = optax.sgd
+    agent.loss = count_rows
+    agent.optimizer = optax.sgd
     params = jnp.zeros(64)
     state = ppo_jax.State(params, optax.sgd(1.0).init(params), None, None, None)
     batch = Batch(np.arange(64), *[None] * 5)
-    state, metrics = jit(alg.optimize)(state, batch, KEY, 1.0)
+    state, metrics = jit(agent.optimize)(state, batch, KEY, 1.0)
     np.testing.assert_array_equal(state.params, epochs)
     assert metrics["losses/approx_kl"] == 64 * epochs - 40
 
@@ -635,8 +659,8 @@ def test_a_rollout_without_a_step_is_harmless():
 )
 def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform(shape, dtype, features):
     observations = gym.spaces.Box(0, 255, shape, dtype)
-    alg = PPO(Args(), observations, gym.spaces.Box(-1, 1, (3,)))
-    params = jax.jit(alg.init)(jax.random.PRNGKey(0)).params["params"]
+    agent = PPO(Args(), observations, gym.spaces.Box(-1, 1, (3,)))
+    params = jax.jit(agent.init)(jax.random.PRNGKey(0)).params["params"]
     if dtype == np.uint8:
         hidden, actor, critic = ("Conv_0", "Conv_1", "Conv_2", "Dense_0"), "Dense_1", "Dense_2"
     else:
@@ -656,7 +680,7 @@ def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform(shape,
 
 
 def test_actor_and_critic_have_two_hidden_layers_of_tanh_each():
-    alg, state, _ = make_step(BOX)
+    agent, state, _ = make_step(BOX)
     params = jax.tree.map(np.asarray, state.params["params"])
     x = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
 
@@ -666,7 +690,7 @@ def test_actor_and_critic_have_two_hidden_layers_of_tanh_each():
     def mlp(i):
         return np.tanh(dense(i + 1, np.tanh(dense(i, x))))
 
-    output, value = alg.network.apply(state.params, x)
+    output, value = agent.network.apply(state.params, x)
     np.testing.assert_allclose(output[:, :2], dense(4, mlp(0)), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(output[:, 2:], np.tile(params["log_std"], (10, 1)))
     np.testing.assert_allclose(value, dense(5, mlp(2))[:, 0], rtol=1e-4, atol=1e-5)
@@ -681,13 +705,13 @@ def learned(env_id, total_timesteps, **flags):
     args = Args(**flags, total_timesteps=total_timesteps)
     run = Run(env_id=env_id, log_interval=total_timesteps, eval_episodes=0, checkpoint_interval=0)
     state, _, _ = train(args, run)
-    alg, _ = ppo_jax.make_algorithm(args, run)
+    agent = make_agent(ppo_jax, args, run)
 
     def answer(observations):
         normalized = ppo_jax.normalize(np.asarray(observations), state.obs_rms)
-        return jax.tree.map(np.asarray, alg.network.apply(state.params, normalized))
+        return jax.tree.map(np.asarray, agent.network.apply(state.params, normalized))
 
-    return alg, state, answer
+    return agent, state, answer
 
 
 def asking(answer, kinds):
@@ -720,13 +744,13 @@ def test_discrete_probes_are_learned():
 
 
 def test_continuous_probes_are_learned():
-    alg, state, answer = learned("BoxProbes-v0", 20_480, normalize_rewards="no")
+    agent, state, answer = learned("BoxProbes-v0", 20_480, normalize_rewards="no")
     assert state.obs_rms is not None
     at = asking(answer, BOX_KINDS)
 
     output, value = at("match", -0.2, 0.2)
     mean, log_std = output.T
-    np.testing.assert_allclose(alg.to_env_action(mean), [380, 420], atol=5)
+    np.testing.assert_allclose(agent.to_env_action(mean), [380, 420], atol=5)
     assert (log_std < -0.5).all()  # less and less noise
     np.testing.assert_allclose(value, -np.exp(2 * log_std), atol=0.05)
     _, value = at("truncation", 0)
@@ -763,5 +787,5 @@ def test_a_run_takes_every_step_in_each_epoch_is_repeatable_and_its_policy_can_b
     observation = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
     normalized = ppo_jax.normalize(observation, state.obs_rms)
     output, _ = ppo_jax.ActorCritic(1, is_gaussian=True).apply(state.params, normalized)
-    actions = checkpoints.load_policy(folder, ppo_jax)(observation)
+    actions = cleanreplay.load_policy(folder)(observation)
     np.testing.assert_allclose(actions, np.clip(2 * output[:, :1], -2, 2), rtol=1e-5)

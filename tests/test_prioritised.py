@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
-from hypothesis import given
-from scipy import stats
-from test_buffers import (
+from helpers import (
     Windows,
     as_mask,
     assert_trees_equal,
@@ -20,8 +17,11 @@ from test_buffers import (
     describe,
     encode,
     examples,
+    slow,
     start_at,
 )
+from hypothesis import given
+from scipy import stats
 
 import buffers
 

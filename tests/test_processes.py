@@ -13,15 +13,12 @@ import environments  # noqa: F401  registers the environments
 import jax
 import numpy as np
 import pytest
-from conftest import slow
-from events import ROOT, read_events
+from helpers import ROOT, make_trainer, read_events, slow
 
-import checkpoints
-import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-import usage
+from cleanreplay import checkpoints, usage
 
 
 def has_name():
@@ -83,12 +80,9 @@ def train(module, folder, flags, number):
 
 
 def checkpoint(module, folder):
-    """The newest checkpoint, as one process reads it: step, Training, the returns so far."""
+    """The newest checkpoint, as one process reads it: step, RunnerState, the returns so far."""
     run, args = usage.read_flags(folder, module.Run, module.Args)
-    alg, _ = module.make_algorithm(args, run)
-    saver = checkpoints.Checkpoints(folder)
-    training = saver.restore(compiled.Trainer(alg, run).init())
-    return saver.begin, training, saver.recent_returns
+    return checkpoints.Checkpoints(folder).restore(make_trainer(module, args, run).init())
 
 
 def assert_same_run(module, one, other, **tolerance):
@@ -242,7 +236,7 @@ def test_a_malformed_distributed_flag_is_a_usage_error(how, words, run_main):
 )
 def test_what_two_processes_do_not_do(flags, words, run_main, monkeypatch, tmp_path):
     """Said in one line, before a folder is made."""
-    monkeypatch.setattr(compiled, "join_processes", lambda how: None)
+    monkeypatch.setattr("cleanreplay.processes.join", lambda how: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "local_devices", lambda process: jax.devices()[process : process + 1])
     code, _, err = run_main(dqn_jax, "--distributed", "localhost:12345,2,0", *flags.split())

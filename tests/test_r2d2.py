@@ -2,12 +2,12 @@
 
 import gymnasium as gym
 import jax
+import memory_tasks  # noqa: F401  registers the environments
 import numpy as np
 import pytest
-from conftest import slow
+from helpers import slow
 
 import dqn_jax
-import memory_tasks  # noqa: F401  registers the environments
 import r2d2_jax
 from r2d2_jax import R2D2, Args, Run, Step, rescale, unscale
 
@@ -18,8 +18,8 @@ SMALL = dict(hidden_size=5, burn_in=2, train_length=4, n_step=3, period=2, num_e
 
 def make(num_actions=2, **flags):
     """The algorithm, its first State, and parameters of networks that differ from each other."""
-    alg = R2D2(Args(**SMALL | flags), OBSERVATIONS, gym.spaces.Discrete(num_actions))
-    return alg, alg.init(KEY), alg.init(jax.random.PRNGKey(1)).params
+    agent = R2D2(Args(**SMALL | flags), OBSERVATIONS, gym.spaces.Discrete(num_actions))
+    return agent, agent.init(KEY), agent.init(jax.random.PRNGKey(1)).params
 
 
 # -------------------------------------------------------------------------- the loss in plain NumPy
@@ -99,25 +99,25 @@ def plain_errors(args, online, target, steps):
     return errors
 
 
-def random_windows(rng, alg, count):
+def random_windows(rng, agent, count):
     """Windows [W, count] of random steps, in which episodes end in both ways."""
-    shape = (alg.window, count)
+    shape = (agent.window, count)
     ends = rng.random(shape) < 0.25
     valid = np.ones(shape, bool)
     valid[1:] = ~ends[:-1]
     ends &= valid
     valid[1:] = ~ends[:-1]
     by_itself = rng.random(shape) < 0.5
-    size = alg.args.hidden_size
+    size = agent.args.hidden_size
     carry = [rng.normal(size=(*shape, size)).astype(np.float32) for _ in range(2)]
     return Step(
         observation=rng.normal(size=(*shape, 3)).astype(np.float32),
-        action=rng.integers(0, alg.num_actions, shape),
+        action=rng.integers(0, agent.num_actions, shape),
         reward=np.where(valid, rng.normal(size=shape), 0).astype(np.float32),
         terminated=ends & by_itself,
         truncated=ends & ~by_itself,
         valid=valid,
-        memory=(*carry, rng.integers(0, alg.num_actions + 1, shape)),
+        memory=(*carry, rng.integers(0, agent.num_actions + 1, shape)),
     )
 
 
@@ -132,18 +132,18 @@ def random_windows(rng, alg, count):
     ids=str,
 )
 def test_the_loss_is_that_of_a_step_by_step_computation(flags):
-    alg, state, other = make(**flags)
-    windows = random_windows(np.random.default_rng(0), alg, count=40)
-    learned = slice(alg.args.burn_in, alg.args.burn_in + alg.args.train_length)
+    agent, state, other = make(**flags)
+    windows = random_windows(np.random.default_rng(0), agent, count=40)
+    learned = slice(agent.args.burn_in, agent.args.burn_in + agent.args.train_length)
     assert min(getattr(windows, name)[learned].sum() for name in ("terminated", "truncated")) > 5
     weights = np.linspace(0.2, 1, 40).astype(np.float32)
-    loss, (_, td_error) = jax.jit(alg.loss)(state.params, other, windows, weights)
+    loss, (_, td_error) = jax.jit(agent.loss)(state.params, other, windows, weights)
 
-    online, target = (PlainNetwork(params, alg.num_actions) for params in (state.params, other))
+    online, target = (PlainNetwork(params, agent.num_actions) for params in (state.params, other))
     total = count = 0
     for i in range(40):
         window = jax.tree.map(lambda x, i=i: x[:, i], windows)
-        for t, error in enumerate(plain_errors(alg.args, online, target, window)):
+        for t, error in enumerate(plain_errors(agent.args, online, target, window)):
             if error is None:
                 assert td_error[t, i] == 0
                 continue
@@ -155,13 +155,13 @@ def test_the_loss_is_that_of_a_step_by_step_computation(flags):
 
 def test_the_burn_in_only_brings_the_memory_up_to_date():
     """The gradient is that of the steps after it, which begin with a memory that is given."""
-    alg, state, _ = make()
-    windows = random_windows(np.random.default_rng(0), alg, count=4)
-    carry, *inputs = alg.inputs(windows)
-    _, carry = alg.network.apply(state.params, carry, *[x[:2] for x in inputs])
+    agent, state, _ = make()
+    windows = random_windows(np.random.default_rng(0), agent, count=4)
+    carry, *inputs = agent.inputs(windows)
+    _, carry = agent.network.apply(state.params, carry, *[x[:2] for x in inputs])
     after = [x[2:] for x in inputs]
-    wanted = jax.grad(lambda params: alg.network.apply(params, carry, *after)[0].sum())
-    got = jax.grad(lambda params: alg.unroll(params, windows).sum())
+    wanted = jax.grad(lambda params: agent.network.apply(params, carry, *after)[0].sum())
+    got = jax.grad(lambda params: agent.unroll(params, windows).sum())
     pairs = zip(*map(jax.tree.leaves, (got(state.params), wanted(state.params))), strict=True)
     for x, y in pairs:
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -175,37 +175,37 @@ def test_rescaling_is_the_function_of_the_paper_and_undone_by_its_inverse():
 
 
 def test_priorities_mix_the_largest_and_the_mean_error():
-    alg, *_ = make(priority_max_fraction=0.75)
+    agent, *_ = make(priority_max_fraction=0.75)
     td_error = np.float32([[1, 0], [-3, 4], [0, 0], [2, 0]])
     valid = np.array([[1, 0], [1, 1], [0, 0], [1, 0]], bool)
     np.testing.assert_allclose(
-        alg.priorities(td_error, valid), [0.75 * 3 + 0.25 * 2, 0.75 * 4 + 0.25 * 4], rtol=1e-6
+        agent.priorities(td_error, valid), [0.75 * 3 + 0.25 * 2, 0.75 * 4 + 0.25 * 4], rtol=1e-6
     )
 
 
 # -------------------------------------------------------------------------------------- the memory
 
 
-def rollouts(alg, params, run, count):
+def rollouts(agent, params, run, count):
     """Steps [S, N] of rollouts one after the other, and the key that they were drawn with."""
-    envs = r2d2_jax.make_envs(alg.args, run, alg.args.num_envs)
+    envs = r2d2_jax.make_envs(agent.args, run, agent.args.num_envs)
     observation, _ = envs.reset(seed=3)
-    n = alg.args.num_envs
-    memory = r2d2_jax.no_memory(alg, n)
+    n = agent.args.num_envs
+    memory = r2d2_jax.no_memory(agent, n)
     env_state = (observation, memory, np.ones(n, bool), np.zeros((2, n)))
     collected = []
     for i in range(count):
-        step = i * alg.steps_per_iteration
-        rollout, env_state, _ = r2d2_jax.collect_rollout(alg, envs, params, env_state, KEY, step)
+        step = i * agent.steps_per_iteration
+        rollout, env_state, _ = r2d2_jax.collect_rollout(agent, envs, params, env_state, KEY, step)
         collected.append(rollout)
     envs.close()
     return collected
 
 
-def memories_of(alg, params, steps):
+def memories_of(agent, params, steps):
     """The memory before each step, from one that is cleared by hand where an episode begins."""
-    n = alg.args.num_envs
-    memory = r2d2_jax.no_memory(alg, n)
+    n = agent.args.num_envs
+    memory = r2d2_jax.no_memory(agent, n)
     rows = []
     for t in range(len(steps.reward)):
         memory = [np.array(x) for x in memory]
@@ -214,55 +214,55 @@ def memories_of(alg, params, steps):
                 for x in memory:
                     x[i] = 0
         rows.append(memory)
-        _, memory = alg.act(params, steps.observation[t], tuple(memory), KEY, t * n)
+        _, memory = agent.act(params, steps.observation[t], tuple(memory), KEY, t * n)
     return [np.stack(x) for x in zip(*rows, strict=True)]
 
 
-CHAIN = Run(env_id="memory_tasks:MemoryChain-v0", env_kwargs='{"length": 5}')
+CHAIN = Run(env_id="cleanreplay.memory_tasks:MemoryChain-v0", env_kwargs='{"length": 5}')
 
 
 def test_the_memory_in_a_drawn_window_is_the_one_that_the_actor_had():
-    alg, state, _ = make(train_frequency=12, start_e=0.5, end_e=0.5)
-    collected = rollouts(alg, state.params, CHAIN, 8)
+    agent, state, _ = make(train_frequency=12, start_e=0.5, end_e=0.5)
+    collected = rollouts(agent, state.params, CHAIN, 8)
     steps = jax.tree.map(lambda *x: np.concatenate(x), *collected)
     assert (~steps.valid).sum() > 10
-    replay = alg.replay.init(alg.stored_step)
+    replay = agent.replay.init(agent.stored_step)
     for rollout in collected:
-        replay = alg.replay.add_batch(replay, rollout)
-    wanted = memories_of(alg, state.params, steps)
+        replay = agent.replay.add_batch(replay, rollout)
+    wanted = memories_of(agent, state.params, steps)
 
-    sample = alg.replay.sample(replay, KEY, 64)
-    row, env = np.divmod(np.asarray(sample.indices), alg.args.num_envs)
-    assert set(row % alg.args.period) == {0}
+    sample = agent.replay.sample(replay, KEY, 64)
+    row, env = np.divmod(np.asarray(sample.indices), agent.args.num_envs)
+    assert set(row % agent.args.period) == {0}
     for got, expected in zip(sample.experience.memory, wanted, strict=True):
         for b in range(64):
             np.testing.assert_allclose(
-                got[b], expected[row[b] : row[b] + alg.window, env[b]], atol=1e-6
+                got[b], expected[row[b] : row[b] + agent.window, env[b]], atol=1e-6
             )
 
 
 def test_an_unrolled_window_has_the_values_that_the_actor_had():
     """Across ends of episodes, because both begin them with an empty memory."""
-    alg, state, _ = make(train_frequency=24, burn_in=0, train_length=20)
-    collected = rollouts(alg, state.params, CHAIN, 2)
+    agent, state, _ = make(train_frequency=24, burn_in=0, train_length=20)
+    collected = rollouts(agent, state.params, CHAIN, 2)
     steps = jax.tree.map(lambda *x: np.concatenate(x), *collected)
-    q = alg.unroll(state.params, steps)
-    network = jax.jit(alg.network.apply)
+    q = agent.unroll(state.params, steps)
+    network = jax.jit(agent.network.apply)
     for t in range(len(steps.reward)):
         row = jax.tree.map(lambda x, t=t: x[t : t + 1], steps)
-        wanted, _ = network(state.params, *alg.inputs(row))
+        wanted, _ = network(state.params, *agent.inputs(row))
         np.testing.assert_allclose(q[t], wanted[0], atol=1e-5)
 
 
 def test_the_memory_of_an_agent_in_a_compiled_rollout_begins_anew():
-    from compiled import Trainer
+    from cleanreplay.compiled import Trainer
 
-    run = Run(env_id="memory_tasks:phys2d/MemoryChain-v0", env_kwargs='{"length": 4}')
+    run = Run(env_id="cleanreplay.memory_tasks:phys2d/MemoryChain-v0", env_kwargs='{"length": 4}')
     args = Args(**SMALL | dict(train_frequency=40))
-    alg, is_jax_env = r2d2_jax.make_algorithm(args, run)
+    agent, is_jax_env = r2d2_jax.make_algorithm(args, run)
     assert is_jax_env
-    envs = Trainer(alg, run).envs
-    params = alg.init(KEY).params
+    envs = Trainer(agent, run).envs
+    params = agent.init(KEY).params
     _, steps = jax.jit(envs.collect)(envs.reset(KEY, 2), params, KEY, 0)
     begins = np.concatenate([np.ones((1, 2), bool), ~steps.valid[:-1]])
     assert begins.sum() > 6
@@ -322,11 +322,11 @@ def test_a_loaded_policy_forgets_all_if_the_number_of_environments_changes(train
 
 
 def test_forget_gates_begin_as_open_as_the_flag_says():
-    alg, state, _ = make(forget_bias=3.0)
+    agent, state, _ = make(forget_bias=3.0)
     gates = {name: layer.get("bias") for name, layer in state.params["params"]["lstm"].items()}
-    np.testing.assert_array_equal(gates["hf"], [3.0] * alg.args.hidden_size)
+    np.testing.assert_array_equal(gates["hf"], [3.0] * agent.args.hidden_size)
     for name in ("hi", "hg", "ho"):
-        np.testing.assert_array_equal(gates[name], [0.0] * alg.args.hidden_size)
+        np.testing.assert_array_equal(gates[name], [0.0] * agent.args.hidden_size)
 
 
 @pytest.mark.parametrize(("learning_starts", "least"), [(63, 64), (100, None)])

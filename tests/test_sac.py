@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
-from events import read_events
+from helpers import read_events, slow
 from scipy.stats import binom, kstest, norm
 
-import checkpoints
 import sac_jax
+from cleanreplay import checkpoints
 from sac_jax import SAC, Args, Run, Step, train
 
 
@@ -107,30 +106,30 @@ def random_window(rng, rows, steps, features, actions):
 
 def with_windows(args, features, action_space):
     """The algorithm, whose replay gives the windows that are put in the place of its state."""
-    alg = make(args, features, action_space)
-    alg.replay = SimpleNamespace(
+    agent = make(args, features, action_space)
+    agent.replay = SimpleNamespace(
         init=lambda item: None,
         sample=lambda windows, key, rows: SimpleNamespace(experience=windows),
     )
-    return alg
+    return agent
 
 
 @pytest.mark.parametrize("n_step", [slow(1), 3])
 def test_losses_are_what_numpy_gives(n_step):
     rng = np.random.default_rng(n_step)
     args = Args(n_step=n_step, gamma=0.9)
-    alg = with_windows(args, 5, box((-1, 1), (-2, 2), (0, 5)))
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    targets = jax.jit(alg.init)(jax.random.PRNGKey(1)).critics  # not those of the critics
+    agent = with_windows(args, 5, box((-1, 1), (-2, 2), (0, 5)))
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    targets = jax.jit(agent.init)(jax.random.PRNGKey(1)).critics  # not those of the critics
     policy = state.policy._replace(log_alpha=jnp.float32(-0.7))
     state = state._replace(target_critics=targets, policy=policy)
     window = random_window(rng, rows=64, steps=n_step + 1, features=5, actions=3)
     valid = window.valid[:, 0]
     key = jax.random.PRNGKey(10)
     actor = layers_of(policy.actor)
-    batch = alg.to_transitions(window)
+    batch = agent.to_transitions(window)
 
-    loss, metrics = jax.jit(alg.critic_loss)(state.critics, state, batch, key)
+    loss, metrics = jax.jit(agent.critic_loss)(state.critics, state, batch, key)
     reward, discount, last = plain_transitions(window, n_step, 0.9)
     noise = np.float64(jax.random.normal(jax.random.split(key, 3)[2], (64, 3)))
     next_action, log_prob = plain_policy(actor, last, noise)
@@ -149,24 +148,24 @@ def test_losses_are_what_numpy_gives(n_step):
     assert metrics == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
     inputs = (policy.actor, policy.log_alpha, state.critics, batch, key)
-    loss, got_log_prob = jax.jit(alg.actor_loss)(*inputs)
+    loss, got_log_prob = jax.jit(agent.actor_loss)(*inputs)
     noise = np.float64(jax.random.normal(jax.random.split(key)[1], (64, 3)))
     action, log_prob = plain_policy(actor, window.observation[:, 0], noise)
     q = plain_q(state.critics, window.observation[:, 0], action).min(axis=0)
     assert loss == pytest.approx((np.exp(-0.7) * log_prob - q)[valid].mean(), rel=1e-5)
     np.testing.assert_allclose(got_log_prob, log_prob, rtol=1e-4, atol=1e-4)
 
-    loss = alg.alpha_loss(policy.log_alpha, got_log_prob, batch.valid)
+    loss = agent.alpha_loss(policy.log_alpha, got_log_prob, batch.valid)
     assert loss == pytest.approx(np.exp(-0.7) * (-log_prob[valid] + 3).mean(), rel=1e-4)
 
 
 def test_target_critics_follow_by_tau():
-    alg = with_windows(Args(tau=0.05), 5, box((-1, 1), (-2, 2), (0, 5)))
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    targets = jax.jit(alg.init)(jax.random.PRNGKey(1)).critics
+    agent = with_windows(Args(tau=0.05), 5, box((-1, 1), (-2, 2), (0, 5)))
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    targets = jax.jit(agent.init)(jax.random.PRNGKey(1)).critics
     window = random_window(np.random.default_rng(0), rows=64, steps=2, features=5, actions=3)
     state = state._replace(target_critics=targets, replay=window)
-    after, _ = jax.jit(alg.gradient_step)(state, jax.random.PRNGKey(1), 1)
+    after, _ = jax.jit(agent.gradient_step)(state, jax.random.PRNGKey(1), 1)
     wanted = jax.tree.map(lambda old, new: 0.95 * old + 0.05 * new, targets, after.critics)
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     jax.tree.map(close, after.target_critics, wanted)
@@ -175,12 +174,12 @@ def test_target_critics_follow_by_tau():
 def test_a_batch_of_resets_changes_nothing():
     """Nor does it divide by zero."""
     args = Args(n_step=3, tau=0.05, batch_size=64, gamma=0.9)
-    alg = with_windows(args, 5, box((-1, 1), (-2, 2), (0, 5)))
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
+    agent = with_windows(args, 5, box((-1, 1), (-2, 2), (0, 5)))
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     window = random_window(np.random.default_rng(0), rows=64, steps=4, features=5, actions=3)
     state = state._replace(replay=window._replace(valid=np.zeros_like(window.valid)))
 
-    after, metrics = jax.jit(alg.gradient_step)(state, jax.random.PRNGKey(1), 0)
+    after, metrics = jax.jit(agent.gradient_step)(state, jax.random.PRNGKey(1), 0)
 
     jax.tree.map(np.testing.assert_array_equal, after.critics, state.critics)
     jax.tree.map(np.testing.assert_array_equal, after.policy.actor, state.policy.actor)
@@ -193,14 +192,14 @@ def test_a_batch_of_resets_changes_nothing():
 
 def with_gaussian(mean, log_std):
     """The algorithm, whose actor gives this mean and log deviation [A] for any observation."""
-    alg = make(Args(), action_space=box(*[(-1, 1)] * len(mean)))
+    agent = make(Args(), action_space=box(*[(-1, 1)] * len(mean)))
 
     def apply(params, observation):
         shape = (len(observation), len(mean))
         return [np.broadcast_to(np.float32(x), shape) for x in (mean, log_std)]
 
-    alg.actor = SimpleNamespace(apply=apply)
-    return alg
+    agent.actor = SimpleNamespace(apply=apply)
+    return agent
 
 
 MEAN = [0.5, -1.0, 0.0]
@@ -226,13 +225,13 @@ def draw(monkeypatch):
 
 def test_log_probability_is_that_of_scipy(draw):
     """Far out, too."""
-    alg = with_gaussian(MEAN, LOG_STD)
+    agent = with_gaussian(MEAN, LOG_STD)
     noise = noise_far_out()
     u = MEAN + np.exp(LOG_STD) * noise
     assert np.abs(u).max() > 100
 
     draw(noise)
-    action, log_prob = alg.sample_actions(None, np.zeros((1000, 1)), None)
+    action, log_prob = agent.sample_actions(None, np.zeros((1000, 1)), None)
 
     expected = norm.logpdf(u, MEAN, np.exp(LOG_STD)) + 2 * log_cosh(u)
     np.testing.assert_allclose(log_prob, expected.sum(axis=1), rtol=1e-5, atol=1e-4)
@@ -241,21 +240,21 @@ def test_log_probability_is_that_of_scipy(draw):
 
 def test_log_probability_has_a_finite_gradient(draw):
     """Far out, too."""
-    alg = with_gaussian(MEAN, LOG_STD)
+    agent = with_gaussian(MEAN, LOG_STD)
 
     def total_log_prob(noise):
         draw(noise)
-        _, log_prob = alg.sample_actions(None, noise, None)
+        _, log_prob = agent.sample_actions(None, noise, None)
         return log_prob.sum()
 
     assert np.isfinite(jax.grad(total_log_prob)(noise_far_out())).all()
 
 
 def test_density_of_actions_integrates_to_one(draw):
-    alg = with_gaussian([0.4], [-0.7])
+    agent = with_gaussian([0.4], [-0.7])
     noise = np.linspace(-8, 8, 4001, dtype=np.float32)[:, None]
     draw(noise)
-    action, log_prob = alg.sample_actions(None, noise, None)
+    action, log_prob = agent.sample_actions(None, noise, None)
     integral = np.trapezoid(np.exp(log_prob), action[:, 0])
     np.testing.assert_allclose(integral, 1, rtol=1e-3)
 
@@ -270,40 +269,40 @@ def box_of_eight(dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_actions_reach_the_bounds_and_never_leave_them(dtype):
     space = box_of_eight(dtype)
-    alg = make(Args(), action_space=space)
+    agent = make(Args(), action_space=space)
     ends = np.float32([-1, 0, 1])[:, None].repeat(8, axis=1)
     expected = [space.low, space.low / 2 + space.high / 2, space.high]
-    np.testing.assert_allclose(alg.to_env_action(ends), expected, rtol=1e-6)
-    compiled_action = jax.jit(alg.to_env_action)(jnp.asarray(ends))
+    np.testing.assert_allclose(agent.to_env_action(ends), expected, rtol=1e-6)
+    compiled_action = jax.jit(agent.to_env_action)(jnp.asarray(ends))
     np.testing.assert_allclose(compiled_action, expected, rtol=1e-6)
     for action in np.random.default_rng(0).uniform(-1, 1, (1000, 8)).astype(np.float32):
-        assert space.contains(alg.to_env_action(action))
+        assert space.contains(agent.to_env_action(action))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_policy_stays_in_the_box_whatever_it_sees(dtype):
     space = box_of_eight(dtype)
-    alg = make(Args(), action_space=space)
-    params = jax.jit(lambda key: alg.policy_params(alg.init(key)))(jax.random.PRNGKey(0))
+    agent = make(Args(), action_space=space)
+    params = jax.jit(lambda key: agent.policy_params(agent.init(key)))(jax.random.PRNGKey(0))
     observation = np.random.default_rng(0).normal(scale=1e6, size=(100, 1)).astype(np.float32)
 
-    actions = np.asarray(alg.act(params, observation, (), jax.random.PRNGKey(1), 50_000)[0])
+    actions = np.asarray(agent.act(params, observation, (), jax.random.PRNGKey(1), 50_000)[0])
 
     assert np.abs(actions).max() == 1
     for action in actions:
-        assert space.contains(alg.to_env_action(action))
+        assert space.contains(agent.to_env_action(action))
 
 
 def before_learning():
     """The algorithm, that learns from step 400 on, parameters to act with, and observations."""
-    alg = make(Args(learning_starts=400), action_space=box((-1, 1), (0, 3)))
-    params = alg.policy_params(jax.jit(alg.init)(jax.random.PRNGKey(0)))
-    return alg, params, np.float32([[0.3], [-2.0], [0.0], [9.0]])
+    agent = make(Args(learning_starts=400), action_space=box((-1, 1), (0, 3)))
+    params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
+    return agent, params, np.float32([[0.3], [-2.0], [0.0], [9.0]])
 
 
 def test_actions_are_uniform_until_learning_starts():
-    alg, params, observation = before_learning()
-    act = jax.vmap(alg.act, in_axes=(None, None, None, None, 0))
+    agent, params, observation = before_learning()
+    act = jax.vmap(agent.act, in_axes=(None, None, None, None, 0))
     actions, _ = act(params, observation, (), jax.random.PRNGKey(0), np.arange(0, 400))
     actions = np.asarray(actions)
     assert kstest(actions.ravel(), "uniform", args=(-1, 2)).pvalue > 0.01
@@ -314,16 +313,16 @@ def test_actions_are_uniform_until_learning_starts():
 
 def test_the_policy_acts_when_learning_has_started():
     """By its Gaussian, and without a key by its mean."""
-    alg, params, observation = before_learning()
-    mean, log_std = alg.actor.apply(params, observation)
+    agent, params, observation = before_learning()
+    mean, log_std = agent.actor.apply(params, observation)
     assert ((log_std > -5) & (log_std < 2)).all()
-    act = jax.vmap(alg.act, in_axes=(None, None, None, None, 0))
+    act = jax.vmap(agent.act, in_axes=(None, None, None, None, 0))
     actions, _ = act(params, observation, (), jax.random.PRNGKey(0), np.arange(400, 1_400))
     noise = (np.arctanh(np.float64(actions)) - mean) / np.exp(log_std)
     near = np.abs(mean) + 3 * np.exp(log_std) < 8  # where float32 tells tanh from 1
     assert near.any()
     assert kstest(noise[:, near].ravel(), "norm").pvalue > 0.01
-    np.testing.assert_allclose(alg.act(params, observation)[0], np.tanh(mean), rtol=1e-5)
+    np.testing.assert_allclose(agent.act(params, observation)[0], np.tanh(mean), rtol=1e-5)
 
 
 # --- DroQ
@@ -350,14 +349,14 @@ def test_layers_of_the_critics_are_normalised():
 def test_units_of_the_critics_are_dropped_and_the_others_scaled():
     """Each critic drops others, and with another key others again: their sum is binomial."""
     width, fraction = 20_000, 0.25
-    alg = make(Args(hidden_sizes=(width,), critic_dropout=fraction))
+    agent = make(Args(hidden_sizes=(width,), critic_dropout=fraction))
     layers = {
         "Dense_0": {"kernel": np.zeros((2, 2, width)), "bias": np.ones((2, width))},
         "Dense_1": {"kernel": np.ones((2, width, 1)), "bias": np.zeros((2, 1))},
     }
     critics = {"params": jax.tree.map(np.float32, layers)}
     zeros = np.zeros((1, 1), np.float32)
-    q_values = jax.jit(alg.q_values)
+    q_values = jax.jit(agent.q_values)
     values = [q_values(critics, zeros, zeros, jax.random.PRNGKey(seed)) for seed in range(20)]
     kept = np.concatenate(values).ravel() * (1 - fraction)
     np.testing.assert_allclose(kept, kept.round(), atol=0.05)
@@ -454,23 +453,23 @@ def learned(kind, **flags):
     env_kwargs = f'{{"kind": "{kind}"}}'
     run = Run(env_id="Target-v0", env_kwargs=env_kwargs, eval_episodes=0, checkpoint_interval=0)
     state, _, _ = train(args, run)
-    alg, _ = sac_jax.make_algorithm(args, run)
-    return alg, state
+    agent, _ = sac_jax.make_algorithm(args, run)
+    return agent, state
 
 
-def q_of(alg, state, actions, states=1):
+def q_of(agent, state, actions, states=1):
     """Q(s, a) [2, states, actions] of both critics, for the network's actions."""
     rows = states * len(actions)
     observation = np.eye(3, dtype=np.float32)[:states].repeat(len(actions), axis=0)
     action = np.tile(np.float32(actions), states).reshape(rows, 1)
-    q = alg.q_values(state.critics, observation, action, jax.random.PRNGKey(0))
+    q = agent.q_values(state.critics, observation, action, jax.random.PRNGKey(0))
     return q.reshape(2, states, len(actions))
 
 
-def entropy_of(alg, state):
+def entropy_of(agent, state):
     """The policy's entropy in the first state."""
     observation = np.eye(3, dtype=np.float32)[:1].repeat(10_000, axis=0)
-    _, log_prob = alg.sample_actions(state.policy.actor, observation, jax.random.PRNGKey(0))
+    _, log_prob = agent.sample_actions(state.policy.actor, observation, jax.random.PRNGKey(0))
     return -log_prob.mean()
 
 
@@ -479,14 +478,14 @@ ACTIONS = [-0.9, -0.3, 0.0, 0.8]
 
 def test_it_learns_the_best_action_and_the_values_of_all(simple_networks):
     """Actions from 1 to 5 are -1 to 1 to the networks: the best one, 2, is -0.5."""
-    alg, state = learned("target", total_timesteps=6_000)
+    agent, state = learned("target", total_timesteps=6_000)
     values = -((3 + 2 * np.array(ACTIONS) - 2) ** 2)
-    np.testing.assert_allclose(q_of(alg, state, ACTIONS), [[values]] * 2, atol=0.02)
+    np.testing.assert_allclose(q_of(agent, state, ACTIONS), [[values]] * 2, atol=0.02)
     observation = np.eye(3, dtype=np.float32)[:1]
-    best, _ = alg.act(state.policy.actor, observation)
-    np.testing.assert_allclose(alg.to_env_action(best), 2, atol=0.05)
+    best, _ = agent.act(state.policy.actor, observation)
+    np.testing.assert_allclose(agent.to_env_action(best), 2, atol=0.05)
     # Alpha has brought the entropy to minus the number of axes.
-    np.testing.assert_allclose(entropy_of(alg, state), -1, atol=0.05)
+    np.testing.assert_allclose(entropy_of(agent, state), -1, atol=0.05)
 
 
 ENDS = ("ends", [1.75, 1.5, 1.0])
@@ -498,35 +497,35 @@ GOES = ("goes", [2.0])
 )
 def test_values_are_right_at_both_kinds_of_end(kind, values, n_step, simple_networks):
     """Without entropy: a time limit is bootstrapped over, an end is not."""
-    alg, state = learned(kind, autotune=False, alpha=0.0, n_step=n_step)
+    agent, state = learned(kind, autotune=False, alpha=0.0, n_step=n_step)
     assert state.policy.log_alpha == -np.inf
     expected = np.broadcast_to(np.reshape(values, (-1, 1)), (2, len(values), 4))
-    np.testing.assert_allclose(q_of(alg, state, ACTIONS, len(values)), expected, atol=0.01)
+    np.testing.assert_allclose(q_of(agent, state, ACTIONS, len(values)), expected, atol=0.01)
 
 
 def test_the_value_has_the_entropy_of_later_steps(simple_networks):
     """Q = 1 + gamma (Q + alpha H) is constant, 2 + alpha H if gamma is 0.5."""
-    alg, state = learned("goes", autotune=False, alpha=0.5)
-    entropy = entropy_of(alg, state)
+    agent, state = learned("goes", autotune=False, alpha=0.5)
+    entropy = entropy_of(agent, state)
     assert 0.6 < entropy < np.log(2)  # nearly uniform in [-1, 1], as the reward is constant
-    np.testing.assert_allclose(q_of(alg, state, ACTIONS), 2 + 0.5 * entropy, atol=0.05)
+    np.testing.assert_allclose(q_of(agent, state, ACTIONS), 2 + 0.5 * entropy, atol=0.05)
 
 
 def learner_and_rollout(**flags):
     """An algorithm with a train step after every step of 4 environments, and such a step."""
     sizes = dict(num_envs=4, train_frequency=2, learning_starts=32, batch_size=8, buffer_size=100)
-    alg = make(Args(**sizes, **flags))
-    assert alg.rollout_shape == (1, 4)
-    rollout = jax.tree.map(lambda x: np.zeros((1, 4, *x.shape), x.dtype), alg.example_step)
+    agent = make(Args(**sizes, **flags))
+    assert agent.rollout_shape == (1, 4)
+    rollout = jax.tree.map(lambda x: np.zeros((1, 4, *x.shape), x.dtype), agent.example_step)
     rollout = rollout._replace(valid=np.ones((1, 4), bool))
-    return alg, rollout
+    return agent, rollout
 
 
 def test_the_policy_makes_as_many_steps_as_the_critics(simple_networks):
     """Two, after every second one."""
-    alg, rollout = learner_and_rollout()
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    train_step = jax.jit(alg.train_step)
+    agent, rollout = learner_and_rollout()
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    train_step = jax.jit(agent.train_step)
     for step in range(0, 52, 4):
         state, params, metrics = train_step(state, rollout, None, jax.random.PRNGKey(1), step)
         learns = step + 4 > 32
@@ -540,9 +539,9 @@ def test_the_policy_makes_as_many_steps_as_the_critics(simple_networks):
 
 def test_the_policy_makes_fewer_steps_than_the_critics_as_in_droq(simple_networks):
     """One after every fifth gradient step of the critics, of which there are ten a train step."""
-    alg, rollout = learner_and_rollout(gradient_steps=5, policy_frequency=5, policy_steps=1)
-    state = jax.jit(alg.init)(jax.random.PRNGKey(0))
-    train_step = jax.jit(alg.train_step)
+    agent, rollout = learner_and_rollout(gradient_steps=5, policy_frequency=5, policy_steps=1)
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    train_step = jax.jit(agent.train_step)
     for step in range(28, 52, 4):
         state, _, metrics = train_step(state, rollout, None, jax.random.PRNGKey(1), step)
     assert metrics["charts/replay_ratio"] == 2.5
@@ -552,11 +551,11 @@ def test_the_policy_makes_fewer_steps_than_the_critics_as_in_droq(simple_network
 
 def test_with_many_seeds_the_steps_of_the_policy_are_still_skipped(simple_networks):
     """They stay a branch of the program, and do not become a choice between results."""
-    alg, rollout = learner_and_rollout()
+    agent, rollout = learner_and_rollout()
     keys = jax.random.split(jax.random.PRNGKey(0))
-    states = jax.eval_shape(jax.vmap(alg.init), keys)
+    states = jax.eval_shape(jax.vmap(agent.init), keys)
     rollouts = jax.tree.map(lambda x: np.stack([x, x]), rollout)
-    of_both_seeds = jax.vmap(alg.train_step, in_axes=(0, 0, None, 0, None))
+    of_both_seeds = jax.vmap(agent.train_step, in_axes=(0, 0, None, 0, None))
     assert "cond[" in str(jax.make_jaxpr(of_both_seeds)(states, rollouts, None, keys, 48))
 
 

@@ -2,24 +2,27 @@
 
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
-import environments  # noqa: F401  registers the environments
+import environments
+import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from conftest import slow
-from events import ROOT, read_events
+from helpers import ROOT, edited, read_events, slow
 
-import compiled
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
 import sac_jax
+from cleanreplay import compiled
 
 SCRIPTS = {
     "dqn_jax": dqn_jax,
@@ -28,7 +31,7 @@ SCRIPTS = {
     "r2d2_jax": r2d2_jax,
     "sac_jax": sac_jax,
 }
-MARK = "# === common to all scripts ==="
+MARK = "# === the same in all scripts ==="
 # Flags with which a run takes a second or two.
 SMALL = {
     "dqn_jax": "--learning-starts 200 --batch-size 16 --buffer-size 500",
@@ -43,11 +46,20 @@ def text(name):
     return (ROOT / f"{name}.py").read_text()
 
 
-def run_script(name, flags, folder):
-    """The finished process of a script in `folder`, to which warnings are errors."""
+# Runs a script as if cleanreplay was not installed.
+ALONE = """
+import runpy, sys
+sys.modules["cleanreplay"] = None
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_alone(name, flags, folder):
+    """The finished process of a script in `folder`, without cleanreplay. Warnings are errors."""
     warnings = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache")
     return subprocess.run(
-        [sys.executable, *warnings, f"{name}.py", *flags.split()],
+        [sys.executable, *warnings, "-c", ALONE, f"{name}.py", *flags.split()],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -95,21 +107,18 @@ def steps_of_points(name):
 
 
 def assert_prints_progress(printed, folder, env_id, points):
-    nothing, first, *progress, evaluation, last = printed.strip().splitlines()
-    assert nothing == "nothing is saved, because checkpoints.py is not beside the script"
+    nothing, first, *progress, last = printed.strip().splitlines()
+    reason = "the package cleanreplay is not installed"
+    assert nothing == f"nothing is saved or evaluated: {reason}"
     assert first == f"{folder}: 4 x {env_id}, cpu"
     line = r"([\d,]+) steps, [\d,]+ a second, return ([-\d.]+|nan)"
     shown = [re.fullmatch(line, x) for x in progress]
     assert [int(x[1].replace(",", "")) for x in shown] == points
-    assert re.fullmatch(rf"{points[-1]:,} steps: return [-\d.]+ in an evaluation", evaluation)
     assert re.fullmatch(rf"{folder}: mean return of the last episodes [-\d.]+", last)
 
 
 # What is in the charts of each script, and of one of them alone.
-COMMON_CHARTS = (
-    "charts/episodic_return charts/episodic_length charts/SPS "
-    "eval/episodic_return eval/median eval/min eval/max"
-)
+COMMON_CHARTS = "charts/episodic_return charts/episodic_length charts/SPS"
 OWN_CHARTS = {
     "dqn_jax": "losses/td_loss losses/q_values charts/epsilon charts/gradient_steps "
     "charts/replay_ratio",
@@ -118,7 +127,7 @@ OWN_CHARTS = {
     "ppo_jax": "losses/policy_loss losses/value_loss losses/entropy losses/old_approx_kl "
     "losses/approx_kl losses/clipfrac losses/explained_variance charts/learning_rate",
     "r2d2_jax": "losses/td_loss losses/q_values losses/priority_max charts/epsilon "
-    "charts/gradient_steps",
+    "charts/gradient_steps charts/replay_ratio",
     "sac_jax": "losses/qf1_values losses/qf2_values losses/qf1_loss losses/qf2_loss "
     "losses/qf_loss losses/actor_loss losses/alpha losses/alpha_loss charts/gradient_steps "
     "charts/replay_ratio",
@@ -133,24 +142,115 @@ def assert_charts_are_complete(scalars, name, points):
         assert steps == sorted(set(steps)), tag
         assert set(steps) <= set(points), tag
     assert [step for step, _ in scalars["charts/SPS"]] == points
-    assert [step for step, _ in scalars["eval/episodic_return"]] == points[-1:]
 
 
 @pytest.mark.parametrize("name", ["dqn_jax", *map(slow, list(SCRIPTS)[1:])])
-def test_copied_with_buffers_alone_it_runs_and_its_events_can_be_read(name, tmp_path):
-    module = SCRIPTS[name]
-    own = ["memory_tasks.py"] if name == "r2d2_jax" else []  # its default environment
-    for file in (f"{name}.py", "buffers.py", *own):
+def test_copied_with_buffers_alone_it_trains_and_logs(name, tmp_path):
+    for file in (f"{name}.py", "buffers.py"):
         shutil.copy(ROOT / file, tmp_path)
     flags = f"--total-timesteps 2000 --num-envs 4 --log-interval 100 {SMALL[name]}"
-    done = run_script(name, flags, tmp_path)
+    done = run_alone(name, flags, tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     points = steps_of_points(name)
-    assert_prints_progress(done.stdout, folder, module.ENV_ID, points)
+    env_id = SCRIPTS[name].ENV_ID if name != "r2d2_jax" else "CartPole-v1"
+    assert_prints_progress(done.stdout, folder, env_id, points)
 
     scalars, _ = read_events(folder)
     assert_charts_are_complete(scalars, name, points)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ("--resume runs/x", "resume"),
+        slow("--num-seeds 2", "num_seeds"),
+        slow("--capture-video", "capture_video"),
+        slow("--frame-stack 2", "frame_stack"),
+        slow("--env-id environments:ProbeImage-v0", "images"),
+    ],
+)
+def test_what_takes_the_package_is_refused_without_it(flags, what, tmp_path):
+    for file in (ROOT / "dqn_jax.py", ROOT / "buffers.py", ROOT / "tests/environments.py"):
+        shutil.copy(file, tmp_path)
+    done = run_alone("dqn_jax", flags, tmp_path)
+    *_, line = done.stderr.strip().splitlines()
+    assert (done.returncode, line.count(what)) == (2, 1), done.stderr
+    assert line.endswith("this needs the package cleanreplay, which is not installed")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_pip_installs_all_that_a_copied_script_needs(tmp_path):
+    """In another folder it saves and resumes, and load_policy finds the script."""
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "runs"))
+    subprocess.run([*pip, "--target", site, source], check=True)
+    assert {x.name for x in site.iterdir() if "-" not in x.name and x.name != "__pycache__"} == {
+        "buffers.py",
+        "cleanreplay",
+    }
+    shutil.rmtree(source)
+    shutil.copy(ROOT / "dqn_jax.py", tmp_path / "mine.py")
+    env = os.environ | {"PYTHONPATH": str(site)}
+    small = f"--total-timesteps 1000 --eval-episodes 1 {SMALL['dqn_jax']}"
+    run = partial(subprocess.run, cwd=tmp_path, env=env, check=True, capture_output=True, text=True)
+    run([sys.executable, "mine.py", *small.split()])
+    (folder,) = (tmp_path / "runs").iterdir()
+    done = run([sys.executable, "mine.py", "--resume", folder, "--total-timesteps", "2000"])
+    assert "2,000 steps: return" in done.stdout
+    code = "import cleanreplay, numpy as np; print(cleanreplay.__file__)\n"
+    code += f"print(cleanreplay.load_policy({str(folder)!r})(np.zeros((5, 4))).shape)"
+    where, shape = run([sys.executable, "-c", code]).stdout.split("\n", 1)
+    assert where.startswith(str(site))
+    assert shape.strip() == "(5,)"
+
+
+def test_the_package_imports_no_script_and_orbax_only_when_it_is_used():
+    modules = sorted(file.stem for file in (ROOT / "cleanreplay").glob("[a-z]*.py"))
+    code = "import cleanreplay, sys; assert 'orbax' not in sys.modules\n"
+    code += f"for name in {modules}: __import__(f'cleanreplay.{{name}}')\n"
+    code += "assert not [name for name in sys.modules if name.endswith('_jax')]"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+LOOP = "    env_state = reset(envs, init_key, log.first_step)\n"
+BUG = LOOP + '    Path("no/such/file").read_text()\n'
+
+
+def test_a_bug_in_inserted_code_shows_its_traceback(monkeypatch):
+    script = edited(dqn_jax, (LOOP, BUG))
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(FileNotFoundError, match="no/such/file"):
+        script.main()
+
+
+class BrokenEvaluation(environments.Counter):
+    """Fails in an evaluation, which makes its environments later than the training."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        BrokenEvaluation.made += 1
+        self.number = BrokenEvaluation.made
+
+    def step(self, action):
+        if self.number > 2:  # the first one only shows its spaces
+            raise gym.error.ResetNeeded("mine")
+        return super().step(action)
+
+
+def test_an_error_of_gymnasium_in_an_evaluation_shows_its_traceback(monkeypatch):
+    """What was learned is saved before."""
+    gym.register("BrokenEvaluation-v0", BrokenEvaluation)
+    flags = "--total-timesteps 200 --learning-starts 50 --batch-size 8 --env-id BrokenEvaluation-v0"
+    monkeypatch.setattr(sys, "argv", ["dqn_jax.py", *flags.split()])
+    with pytest.raises(gym.error.ResetNeeded, match="mine"):
+        dqn_jax.main()
+    (checkpoint,) = Path("runs").glob("*/checkpoints/*")
+    assert checkpoint.name == "200"
 
 
 @pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax), slow(ppo_jax)])

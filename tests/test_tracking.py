@@ -5,13 +5,13 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import environments  # noqa: F401  registers the environments
 import jax
 import numpy as np
 import pytest
-from conftest import slow
-from events import ROOT, read_events
+from helpers import ROOT, one_line, read_events, slow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -153,9 +153,8 @@ def test_weights_and_biases_follows_the_events(tmp_path):
     assert len(list((tmp_path / "wandb").glob("offline-run-*/files/media/videos/*.mp4"))) == 2
 
 
-def test_a_missing_library_is_an_import_error(monkeypatch):
-    """`main` makes one line of it."""
+def test_without_weights_and_biases_one_line_says_what_to_install(run_main, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    args = ppo_jax.Args(total_timesteps=512)
-    with pytest.raises(ImportError, match="wandb"):
-        ppo_jax.train(args, ppo_jax.Run(track=True))
+    result = run_main(ppo_jax, "--track", "--total-timesteps", "512")
+    assert one_line(result) == "error: track: pip install wandb"
+    assert not Path("runs").exists()

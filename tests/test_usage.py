@@ -10,14 +10,13 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from conftest import SMALL_DQN, one_line
 from environments import Counter
 from gymnasium.spaces import Box
+from helpers import SMALL_DQN, make_agent, one_line
 
-import checkpoints
 import dqn_jax
 import ppo_jax
-import usage
+from cleanreplay import checkpoints, usage
 
 
 class Mistaken(Counter):
@@ -140,10 +139,10 @@ def test_numbers_that_are_not_finite_are_named_and_leave_the_last_good_checkpoin
         assert 230 < int(step) < 270
     (folder,) = Path("runs").iterdir()
     run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    alg, _ = dqn_jax.make_algorithm(args, run)
-    saver = checkpoints.Checkpoints(folder)
-    state = saver.restore(alg.init(jax.random.PRNGKey(0)))
-    assert saver.begin >= 220
+    agent = make_agent(dqn_jax, args, run)
+    init = jax.jit(agent.init)
+    step, state, _ = checkpoints.Checkpoints(folder).restore(init(jax.random.PRNGKey(0)))
+    assert step >= 220
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
 

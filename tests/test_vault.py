@@ -1,4 +1,4 @@
-"""vault.py: row r of a run is row r of its vault, whatever happens to the process and the disk."""
+"""Experience on disk: row r of a run is row r of its vault, even after a kill or a full disk."""
 
 import contextlib
 import json
@@ -18,12 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
+from helpers import ROOT, slow
 
 import buffers
-from vault import Vault
+from cleanreplay.vault import Vault
 
-ROOT = Path(__file__).parent.parent
 ITEM = {"count": np.int32(0), "frame": np.zeros((3, 2), np.uint8)}
 
 
@@ -674,8 +673,8 @@ WRITER = """
     import sys
     import jax
     from buffers import uniform_replay
+    from cleanreplay.vault import Vault
     from test_vault import ITEM, rows
-    from vault import Vault
 
     replay, vault = uniform_replay(60, num_envs=2), Vault(sys.argv[1], ITEM, num_envs=2)
     start = max(len(vault) - 20, 0)  # where a checkpoint may stand

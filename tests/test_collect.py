@@ -1,0 +1,229 @@
+"""`make_envs`, and `collect_rollout` against environments that are stepped alone."""
+
+from types import SimpleNamespace
+
+import environments  # noqa: F401  registers the environments
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from by_hand import linear
+from helpers import make_agent, read_events
+
+import dqn_jax
+from cleanreplay.experiment import play_episodes
+from dqn_jax import Args, Run, Step, train
+
+# ----------------------------------------------------------------------------------- environments
+
+
+def is_native(envs):
+    """Whether it is a vector version of the environment, and not single ones."""
+    if not isinstance(envs, gym.vector.SyncVectorEnv):
+        return True
+    return not isinstance(envs.envs[0], gym.Wrapper)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "flags", "native_from", "shape", "reward"),
+    [
+        ("Counter-v0", {}, None, (3,), 1),  # there is no native one
+        ("CartPole-v1", {}, 4, (4,), 1),
+        ("CartPole-v1", {"env_kwargs": '{"sutton_barto_reward": true}'}, 4, (4,), 0),
+        ("CartPole-v1", {"vectorization": "sync"}, None, (4,), 1),
+        ("VectorOnly-v0", {}, 1, (3,), 1),  # there is no other
+        ("Preprocessed-v0", {}, 1, (2,), 1),  # the native one observes something else
+        ("TakesKwargs-v0", {}, 1, (3,), 1),
+        # The native one does not take it.
+        ("TakesKwargs-v0", {"env_kwargs": '{"scale": 3}', "vectorization": "sync"}, None, (3,), 3),
+        ("Image-v0", {"env_kwargs": '{"shape": [9, 10, 3]}'}, None, (9, 10, 3), None),
+        ("environments:Start-v0", {}, None, (1,), None),
+        # Functional: in the native one all others stand still where one resets.
+        ("phys2d/CartPole-v1", {"vectorization": "sync"}, None, (4,), None),
+    ],
+)
+def test_the_environment_is_the_same_at_any_number_of_them(
+    env_id, flags, native_from, shape, reward
+):
+    run = Run(env_id=env_id, **flags)
+    for n in (1, 2, 4, 8):
+        envs = dqn_jax.make_envs(Args(), run, n)
+        assert envs.num_envs == n
+        assert envs.single_observation_space.shape == shape
+        assert is_native(envs) == (native_from is not None and n >= native_from), n
+        if reward is not None:
+            envs.reset(seed=0)
+            _, rewards, *_ = envs.step(envs.action_space.sample())
+            np.testing.assert_array_equal(rewards, [reward] * n)
+        envs.close()
+
+
+@pytest.mark.parametrize(("log_interval", "is_longer"), [(399, True), (400, False)])
+def test_an_iteration_longer_than_the_log_interval_is_said(log_interval, is_longer, capsys):
+    args = Args(num_envs=4, train_frequency=400, total_timesteps=800, learning_starts=400)
+    _, _, folder = train(args, Run(log_interval=log_interval, eval_episodes=0))
+    assert ("each log entry, has 400 steps" in capsys.readouterr().out) == is_longer
+    scalars, _ = read_events(folder)
+    assert [step for step, _ in scalars["charts/epsilon"]] == [400, 800]
+
+
+# ------------------------------------------------------------------------------------ the collector
+
+
+def collect(agent, envs, params, key, count, seed):
+    """Rollouts, and the `env_state` before and after each."""
+    observation, _ = envs.reset(seed=seed)
+    states = [(observation, np.ones(envs.num_envs, bool))]
+    rollouts = []
+    for i in range(count):
+        step = i * agent.steps_per_iteration
+        rollout, state = dqn_jax.collect_rollout(agent, envs, params, states[-1], key, step)
+        rollouts.append(rollout)
+        states.append(state)
+    envs.close()
+    return rollouts, states
+
+
+def alone(seed, actions):
+    """The steps of one Counter that is reset by hand, and what each led to."""
+    env = gym.make("Counter-v0")
+    observation, _ = env.reset(seed=seed)
+    steps = []
+    for action in actions:
+        after, reward, terminated, truncated, _ = env.step(int(action))
+        steps.append((Step(observation, action, reward, terminated, truncated, True), after))
+        observation = env.reset()[0] if terminated or truncated else after
+    return steps
+
+
+@pytest.fixture(scope="module")
+def counters():
+    """Five rollouts [6, 3] of Counter with exploration, and one of all their steps."""
+    args = Args(num_envs=3, train_frequency=18, start_e=0.5, end_e=0.5)
+    agent = linear(dqn_jax, args, features=3, num_actions=3)
+    assert agent.rollout_shape == (6, 3)
+    params = jnp.asarray(np.random.default_rng(0).normal(size=9), jnp.float32)
+    key = jax.random.PRNGKey(0)
+    envs = dqn_jax.make_envs(agent.args, Run(env_id="Counter-v0"), 3)
+    rollouts, states = collect(agent, envs, params, key, count=5, seed=5)
+    steps = jax.tree.map(lambda *x: np.concatenate(x), *rollouts)
+    observations = np.concatenate([steps.observation, states[-1][0][None]])
+    explored = [agent.act(params, x, key, 3 * t) for t, x in enumerate(steps.observation)]
+    return SimpleNamespace(
+        rollouts=rollouts,
+        states=states,
+        steps=steps,
+        next_observations=observations[1:],
+        greedy=(steps.observation @ np.asarray(params).reshape(3, 3)).argmax(-1),
+        explored=np.stack(explored),
+    )
+
+
+def test_collected_arrays_have_the_dtypes_of_a_step(counters):
+    for rollout in counters.rollouts:
+        assert {name: x.dtype for name, x in rollout._asdict().items()} == {
+            "observation": np.float32,
+            "action": np.int32,
+            "reward": np.float32,
+            "terminated": bool,
+            "truncated": bool,
+            "valid": bool,
+        }
+
+
+def test_a_rollout_begins_where_the_last_one_ended(counters):
+    for (observation, *_), rollout in zip(counters.states[:-1], counters.rollouts, strict=True):
+        np.testing.assert_array_equal(observation, rollout.observation[0])
+
+
+def test_collected_actions_are_those_of_act_at_their_steps(counters):
+    np.testing.assert_array_equal(counters.steps.action, counters.explored)
+    assert 0.4 < np.mean(counters.steps.action == counters.greedy) < 0.9
+
+
+def test_the_step_after_an_end_only_resets(counters):
+    """Also over the bounds of rollouts; its reward is 0."""
+    steps = counters.steps
+    done = steps.terminated | steps.truncated
+    assert steps.valid[0].all()
+    np.testing.assert_array_equal(steps.valid[1:], ~done[:-1])
+    np.testing.assert_array_equal(counters.states[-1][1], ~done[-1])
+    assert (steps.reward[~steps.valid] == 0).all()
+    begins_with_a_reset = [~valid for _, valid in counters.states[:-1]]
+    np.testing.assert_array_equal(begins_with_a_reset, np.outer([0, 1, 0, 0, 1], [1, 1, 1]))
+
+
+def test_collected_steps_are_those_of_environments_stepped_alone(counters):
+    """All of every step, over rollouts."""
+    for i in range(3):
+        every_step = [jax.tree.map(lambda x, t=t, i=i: x[t, i], counters.steps) for t in range(30)]
+        steps = [step for step in every_step if step.valid]
+        assert sum(step.terminated for step in steps) > 1
+        assert sum(step.truncated for step in steps) > 1
+        wanted = alone(5 + i, [step.action for step in steps])
+        next_observations = counters.next_observations[counters.steps.valid[:, i], i]
+        for got, after, (step, wanted_after) in zip(steps, next_observations, wanted, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, got, step)
+            np.testing.assert_array_equal(after, wanted_after)
+
+
+@pytest.mark.parametrize("num_envs", [2, 4])
+def test_cartpole_is_collected_without_a_loss(num_envs):
+    """Its reward is 1 a step; the observation after the last one is out of bounds.
+
+    Four or more are a native vector version; fewer ones write over what they observed.
+    """
+    steps = 1_600 // num_envs
+    args = Args(num_envs=num_envs, train_frequency=num_envs * steps, end_e=1.0)
+    agent = linear(dqn_jax, args, features=4)
+    envs = dqn_jax.make_envs(agent.args, Run(), num_envs)
+    assert is_native(envs) == (num_envs == 4)
+
+    key = jax.random.PRNGKey(0)
+    (rollout,), (_, (last, _)) = collect(agent, envs, jnp.zeros(8), key, count=1, seed=0)
+
+    valid = rollout.valid
+    np.testing.assert_array_equal(rollout.reward, valid)
+    done = (rollout.terminated | rollout.truncated)[:-1]
+    assert done.sum() > 20
+    np.testing.assert_array_equal(valid[1:], ~done)
+    position, _, angle, _ = np.abs(rollout.observation[1:][done]).T
+    assert ((angle > 0.2094) | (position > 2.4)).all()
+    # Position and angle move on by 0.02 s times their speeds.
+    next_observation = np.concatenate([rollout.observation[1:], last[None]])
+    moved = rollout.observation[..., [0, 2]] + 0.02 * rollout.observation[..., [1, 3]]
+    after = next_observation[..., [0, 2]]
+    np.testing.assert_allclose(after[valid], moved[valid], rtol=1e-4, atol=1e-6)
+
+
+class Amounts(gym.Env):
+    """Observes integers beyond int32, and pays 1 if the action is 1."""
+
+    observation_space = gym.spaces.Box(0, 2**50, (1,), np.int64)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        return np.array([2**40 + 5]), {}
+
+    def step(self, action):
+        return np.array([2**40 + 5]), float(action), False, True, {}
+
+
+def test_large_integers_are_the_same_numbers_for_acting_and_learning():
+    gym.register("Amounts-v0", Amounts)
+    args = Args(num_envs=2, train_frequency=8, batch_size=2, learning_starts=2)
+    run = Run(env_id="Amounts-v0", eval_episodes=1)
+    agent = make_agent(dqn_jax, args, run)
+    seen = []
+
+    def act(params, observation, *_):
+        seen.append(observation)
+        return np.ones(len(observation))
+
+    agent.act = act
+    (rollout,), _ = collect(agent, dqn_jax.make_envs(args, run, 2), None, None, count=1, seed=0)
+    play_episodes(agent, run, None, dqn_jax.make_envs(args, run, 1), [])
+    for observation in (*seen, *rollout.observation):
+        assert observation.dtype == np.float32
+        np.testing.assert_array_equal(observation, np.float32(2**40 + 5))
