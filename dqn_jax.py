@@ -225,7 +225,7 @@ class DQN:
         return policy
 
     def to_transitions(self, window: Step, key) -> Transition:
-        """Turns windows of steps [B, W, ...] into transitions [B, ...]. Nothing is drawn here."""
+        """Turns windows of steps [B, W, ...] into transitions. The key is for draws of your own."""
         first = self.args.frame_stack - 1  # the steps before it only fill its stack
         steps = jax.tree.map(lambda x: x[:, first : first + self.args.n_step], window)
         reward, discount, num_steps = buffers.n_step_return(

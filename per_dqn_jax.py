@@ -184,7 +184,7 @@ class DQN:
         exploration_steps = int(args.exploration_fraction * args.total_timesteps)
         self.epsilon_at = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
         last_update = args.total_timesteps // args.train_frequency * args.gradient_steps
-        self.beta_at = optax.linear_schedule(args.importance_exponent, 1.0, last_update)
+        self.beta_at = optax.linear_schedule(args.importance_exponent, 1.0, max(last_update, 1))
         period = args.target_network_frequency * args.gradient_steps // args.train_frequency
         self.target_period = max(period, 1)  # in gradient steps
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
@@ -233,7 +233,7 @@ class DQN:
         return policy
 
     def to_transitions(self, window: Step, key) -> Transition:
-        """Turns windows of steps [B, W, ...] into transitions [B, ...]. Nothing is drawn here."""
+        """Turns windows of steps [B, W, ...] into transitions. The key is for draws of your own."""
         first = self.args.frame_stack - 1  # the steps before it only fill its stack
         steps = jax.tree.map(lambda x: x[:, first : first + self.args.n_step], window)
         reward, discount, num_steps = buffers.n_step_return(

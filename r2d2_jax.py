@@ -289,7 +289,7 @@ class R2D2:
         return policy
 
     def to_window(self, experience: Step, key) -> Step:
-        """Turns windows [B, W, ...] into windows [W, B, ...] of stacks. Nothing is drawn here."""
+        """Turns windows [B, W, ...] into stacks [W, B, ...]. The key is for draws of your own."""
         first = self.args.frame_stack - 1  # the steps before it only fill its stack
         stack = buffers.stack_frames(experience.observation, first + 1, experience.valid)
         window = jax.tree.map(lambda x: x[:, first:], experience._replace(observation=()))

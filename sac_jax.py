@@ -294,7 +294,7 @@ class SAC:
     def to_transitions(self, window: Step, key) -> Transition:
         """Turns windows [B, W, ...] into transitions, without the entropy of the steps between.
 
-        Nothing is drawn here.
+        The key is for draws of your own.
         """
         first = self.args.frame_stack - 1  # the steps before it only fill its stack
         steps = jax.tree.map(lambda x: x[:, first : first + self.args.n_step], window)

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from cleanreplay import images, processes
 from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
 from cleanreplay.errors import NotFiniteError, UsageError
-from cleanreplay.experiment import is_due, log_returns, play_episodes
+from cleanreplay.experiment import check_metrics, is_due, log_returns, play_episodes
 from cleanreplay.keeper import Keeper
 
 MAX_ENTRIES = 100  # log entries in one call of the compiled program
@@ -353,6 +353,7 @@ class Trainer:
         runner = runner._replace(finished=jnp.zeros(3))
         runner, metrics = jax.lax.scan(self.iterate, runner, steps)
         metrics = jax.tree.map(lambda x: x[-1], metrics)
+        check_metrics(metrics)
         number, returns, lengths = runner.finished
         # Without an episode they are infinite, which is not logged.
         any_ended = number > 0

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from cleanreplay import images
 from cleanreplay.agents import Agent, Log
-from cleanreplay.errors import NotFiniteError
+from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.keeper import Keeper, check_finite
 
 STATISTICS: dict = {"episodic_return": np.mean, "median": np.median, "min": np.min, "max": np.max}
@@ -70,6 +70,7 @@ class Experiment(AbstractContextManager):
         run = self.run
         step = end - self.agent.steps_per_iteration
         check_rollout(rollout, run, step)
+        check_metrics(metrics)
         self.learned = (state, params)
         is_last = self.log.end_iteration(end, state, params, metrics, rollout)
         if is_last or is_due(run.log_interval, step, end):
@@ -118,6 +119,13 @@ def log_returns(log: Log, step: int, returns: np.ndarray) -> None:
 def is_due(interval: int, step: int, end: int) -> bool:
     """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
     return interval > 0 and end // interval > step // interval
+
+
+def check_metrics(metrics: dict) -> None:
+    """Raises UsageError if a metric is no number."""
+    for tag, x in metrics.items():
+        if np.ndim(x) > 0:
+            raise UsageError(f"the metric {tag} must be a number, not an array {np.shape(x)}")
 
 
 def check_rollout(rollout: Any, run: Any, step: int) -> None:

@@ -116,6 +116,11 @@ def check_env(run: Any) -> None:
         tqdm.write(f"{what} has raw frames of 210 x 160 x 3: {better} has DeepMind's preprocessing")
     if run.env_kwargs != "{}":
         check_env_kwargs(run, mode, is_atari)
+        return
+    try:
+        gym.make_vec(run.env_id, 1, "sync" if mode or spec.entry_point else None).close()
+    except gym.error.Error as error:  # such as Box2D that is not installed
+        raise UsageError(f"{what}: {error}") from error
 
 
 def check_env_kwargs(run: Any, mode: Any, is_atari: bool) -> None:

@@ -220,6 +220,19 @@ def train_without_gradients(module, args):
     return np.flatnonzero(state.params).tolist(), metrics
 
 
+def metrics_around_the_start(agent, rollout):
+    """Metrics of the iteration before learning starts, and of the first one that learns.
+
+    `learning_starts` is a multiple of the agent's steps per iteration.
+    """
+    key = jax.random.PRNGKey(0)
+    train_step = jax.jit(agent.train_step)
+    start = agent.learning_starts
+    state, _, before = train_step(agent.init(key), rollout, key, start - agent.steps_per_iteration)
+    _, _, after = train_step(state, rollout, key, start)
+    return before, after
+
+
 # Flags with which the values of an environment Probe-* (environments.py) are learned in seconds.
 PROBE = Args(
     total_timesteps=4_000,

@@ -394,7 +394,7 @@ def test_of_a_failure_in_the_first_rollout_nothing_is_left_to_resume(tmp_path, m
         with pytest.raises(RuntimeError, match="broken") as caught:
             dqn_jax.train(args, dqn_jax.Run(**run))
     folder = run_folder(tmp_path)
-    assert caught.value.__notes__ == [f"in environments:Counter-v0 at step 0 of {folder}"]
+    assert caught.value.__notes__ == [f"in environments:Counter-v0, {folder}"]
     assert checkpoint_steps(folder) == []
     with pytest.raises(UsageError, match=f"{folder}/checkpoints has no checkpoint"):
         dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **run))
@@ -565,15 +565,20 @@ def test_flags_that_a_saved_run_lacks_have_their_defaults(saved_run):
     file = folder / "args.json"
     flags = json.loads(file.read_text())
     del flags["run"]["eval_max_steps"], flags["args"]["double_q"]
-    flags["args"]["gamma"] = np.inf  # PPO's target_kl was infinite
     file.write_text(json.dumps(flags))
     run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    assert (run.eval_max_steps, args.double_q, args.gamma) == (30_000, False, None)
+    assert (run.eval_max_steps, args.double_q) == (30_000, False)
 
     flags["args"]["no_such_flag"] = 1
     file.write_text(json.dumps(flags))
     with pytest.raises(UsageError, match="another script, which has no_such_flag"):
         usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+
+
+def test_an_infinite_target_kl_of_the_old_version_is_none(tmp_path):
+    flags = {"run": vars(ppo_jax.Run()), "args": vars(ppo_jax.Args()) | {"target_kl": np.inf}}
+    (tmp_path / "args.json").write_text(json.dumps(flags))
+    assert usage.read_flags(tmp_path, ppo_jax.Run, ppo_jax.Args)[1] == ppo_jax.Args()
 
 
 PEAK = """

@@ -21,6 +21,7 @@ from by_hand import (
     keys_of_gradient_step,
     learned_q,
     linear,
+    metrics_around_the_start,
     moves_of_target,
     plain_gradient_step,
     random_rollout,
@@ -351,6 +352,18 @@ def test_the_target_moves_at_the_multiples_of_its_period(flags, period):
     for old_target, params, target in moves.values():
         wanted = agent.args.tau * params + (1 - agent.args.tau) * old_target
         np.testing.assert_allclose(target, wanted, rtol=1e-6)
+
+
+def test_metrics_are_infinite_without_a_gradient_step_and_finite_with_one():
+    """The charts leave out what is infinite."""
+    args = Args(num_envs=2, train_frequency=8, batch_size=8, buffer_size=40, learning_starts=32)
+    agent = linear(dqn_jax, args)
+    rollout, _ = random_rollout(np.random.default_rng(0), 4, np.zeros(2, bool))
+    before, after = metrics_around_the_start(agent, rollout)
+    infinite = {tag for tag, x in before.items() if not np.isfinite(x)}
+    assert infinite == {"losses/td_loss", "losses/q_values"}
+    assert np.isfinite(list(after.values())).all()
+    assert (before["charts/gradient_steps"], after["charts/gradient_steps"]) == (0, 1)
 
 
 def test_what_is_drawn_in_to_transitions_does_not_depend_on_the_batch():

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow
+from helpers import make_trainer, slow
 
 import buffers
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import compiled, images
+from cleanreplay import images
 
 KEY = jax.random.PRNGKey(0)
 
@@ -65,19 +65,21 @@ def breakout(request):
     state = jax.jit(agent.init)(KEY)
     params = agent.policy_params(state)
     observation, _ = single.reset(seed=3)
-    env_state = (observation, (), np.ones(2, bool), np.zeros((2, 2)))
+    env_state = (observation, np.ones(2, bool))
     stacked = atari(4)
     observation, _ = stacked.reset(seed=3)
     native = [observation.copy()]
     rollouts = []
     for step in range(0, 600, agent.steps_per_iteration):
-        rollout, env_state, _ = script.collect_rollout(agent, single, params, env_state, KEY, step)
+        rollout, env_state = script.collect_rollout(agent, single, params, env_state, KEY, step)
         rollouts.append((rollout, env_state[0]))
         for action in rollout.action:
             observation, *_ = stacked.step(action)
             native.append(observation.copy())
     assert sum((~rollout.valid).sum() for rollout, _ in rollouts) >= 2  # episodes that ended
-    return SimpleNamespace(agent=agent, replay=state.replay, rollouts=rollouts, native=np.stack(native))
+    return SimpleNamespace(
+        agent=agent, replay=state.replay, rollouts=rollouts, native=np.stack(native)
+    )
 
 
 def test_acting_sees_what_atari_stacks(breakout):
@@ -126,9 +128,8 @@ def test_the_network_sees_the_channels_that_atari_stacks():
 def test_functional_environments_stack_in_the_compiled_program(script):
     run = script.Run(env_id="phys2d/CartPole-v1")
     rollout = {"num_steps": 60} if script is ppo_jax else {"train_frequency": 240}
-    agent, is_jax_env = script.make_algorithm(script.Args(num_envs=4, frame_stack=3, **rollout), run)
-    assert is_jax_env
-    envs = compiled.Trainer(agent, run).envs
+    trainer = make_trainer(script, script.Args(num_envs=4, frame_stack=3, **rollout), run)
+    agent, envs = trainer.agent, trainer.envs
     params = agent.policy_params(jax.jit(agent.init)(KEY))
     _, rollout = jax.jit(envs.collect)(envs.reset(KEY, 4), params, KEY, 0)
     assert rollout.valid.shape == (60, 4)

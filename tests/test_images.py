@@ -1,8 +1,5 @@
-"""images.py: which observations go through convolutions, and what these compute."""
+"""cleanreplay/images.py: which observations go through convolutions, and what these compute."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import environments
@@ -13,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from environments import Counter, Probe
-from helpers import ROOT, SMALL_DQN, one_line, read_events, slow
+from helpers import SMALL_DQN, one_line, read_events, slow
 
 import dqn_jax
 import per_dqn_jax
@@ -158,8 +155,8 @@ def test_the_frames_of_a_stack_become_channels():
 def test_observations_are_kept_in_their_dtype_if_images_have_it(module, dtype, stored):
     actions = gym.spaces.Box(-1, 1, (1,)) if module is sac_jax else gym.spaces.Discrete(2)
     observations = gym.spaces.Box(0, 1, (10, 10, 4), dtype)
-    algorithm = module.Agent(module.Args(), observations, actions)
-    assert algorithm.example_step.observation.dtype == stored
+    agent = module.Agent(module.Args(), observations, actions)
+    assert agent.example_step.observation.dtype == stored
 
 
 class ProbeFlags(Probe):
@@ -252,24 +249,6 @@ def test_a_video_that_fails_loses_nothing():
     assert [x.name for x in (folder / "checkpoints").iterdir()] == ["200"]
     scalars, _ = read_events(folder)
     assert scalars["losses/td_loss"][-1][0] == 200
-
-
-@pytest.mark.slow
-def test_images_are_trained_from_with_their_module_alone(tmp_path):
-    """A script, buffers.py and images.py in an empty folder."""
-    for file in ("dqn_jax.py", "buffers.py", "images.py"):
-        shutil.copy(ROOT / file, tmp_path)
-    shutil.copy(ROOT / "tests" / "environments.py", tmp_path)
-    flags = "--env-id environments:ProbeImage-v0 --total-timesteps 100 --learning-starts 50"
-    flags += " --batch-size 4 --buffer-size 50 --eval-episodes 0 --log-interval 50"
-    done = subprocess.run(
-        [sys.executable, "dqn_jax.py", *flags.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_stacks_are_among_the_observations_of_their_space():

@@ -169,11 +169,10 @@ def first_rollout(args, run):
     agent = make_agent(dqn_jax, args, run)
     envs = dqn_jax.make_envs(args, run, args.num_envs)
     observation, _ = envs.reset(seed=5)
-    n = args.num_envs
-    env_state = (observation, (), np.ones(n, bool), np.zeros((2, n)))
+    env_state = (observation, np.ones(args.num_envs, bool))
     params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
     key = jax.random.PRNGKey(0)
-    rollout, (last, *_), _ = dqn_jax.collect_rollout(agent, envs, params, env_state, key, 0)
+    rollout, (last, _) = dqn_jax.collect_rollout(agent, envs, params, env_state, key, 0)
     envs.close()
     return rollout, last
 

@@ -2,23 +2,25 @@
 
 import gymnasium as gym
 import jax
-import memory_tasks  # noqa: F401  registers the environments
 import numpy as np
 import pytest
-from helpers import slow
+from by_hand import box, keys_of_gradient_step, moves_of_target
+from helpers import make_trainer, slow
 
 import dqn_jax
 import r2d2_jax
+from cleanreplay import load_policy, memory_tasks  # noqa: F401  (registers)
 from r2d2_jax import R2D2, Args, Run, Step, rescale, unscale
 
 KEY = jax.random.PRNGKey(0)
-OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+OBSERVATIONS = box(3)
 SMALL = dict(hidden_size=5, burn_in=2, train_length=4, n_step=3, period=2, num_envs=2)
 
 
-def make(num_actions=2, **flags):
+def make(num_actions=2, first_action=0, **flags):
     """The algorithm, its first State, and parameters of networks that differ from each other."""
-    agent = R2D2(Args(**SMALL | flags), OBSERVATIONS, gym.spaces.Discrete(num_actions))
+    actions = gym.spaces.Discrete(num_actions, start=first_action)
+    agent = R2D2(Args(**SMALL | flags), OBSERVATIONS, actions)
     return agent, agent.init(KEY), agent.init(jax.random.PRNGKey(1)).params
 
 
@@ -99,9 +101,9 @@ def plain_errors(args, online, target, steps):
     return errors
 
 
-def random_windows(rng, agent, count):
-    """Windows [W, count] of random steps, in which episodes end in both ways."""
-    shape = (agent.window, count)
+def random_windows(rng, agent, count, rows=None):
+    """Windows [W, count] of random steps, in which episodes end in both ways; or so many rows."""
+    shape = (rows or agent.window, count)
     ends = rng.random(shape) < 0.25
     valid = np.ones(shape, bool)
     valid[1:] = ~ends[:-1]
@@ -183,20 +185,57 @@ def test_priorities_mix_the_largest_and_the_mean_error():
     )
 
 
+# ------------------------------------------------------------------------------- the gradient steps
+
+
+def filled(rows=40, **flags):
+    """The algorithm, and a State whose replay has random steps."""
+    agent, state, _ = make(batch_size=4, buffer_size=200, **flags)
+    steps = random_windows(np.random.default_rng(0), agent, agent.args.num_envs, rows)
+    return agent, state._replace(replay=agent.replay.add_batch(state.replay, steps))
+
+
+def test_the_target_is_copied_at_the_multiples_of_its_period():
+    agent, state = filled(target_network_frequency=50, train_frequency=16)
+    moves = moves_of_target(agent, state, last_update=7)
+    assert list(moves) == [3, 6]
+    for _, params, target in moves.values():
+        np.testing.assert_array_equal(target, params)
+
+
+def test_what_is_drawn_in_to_window_does_not_depend_on_the_batch():
+    """Its key is another one than that of the draw from the replay."""
+    agent, state = filled()
+    of_draw, of_batch = keys_of_gradient_step(agent, state, KEY, "to_window")
+    assert (of_draw != of_batch).any()
+
+
+def test_metrics_are_infinite_without_a_gradient_step_and_finite_with_one():
+    agent, state = filled(rows=80, train_frequency=8, learning_starts=48)
+    rollout = random_windows(np.random.default_rng(1), agent, 2, rows=4)
+    train_step = jax.jit(agent.train_step)
+    for step, learns in ((40, False), (48, True)):  # the first one ends where learning starts
+        _, _, metrics = train_step(state, rollout, KEY, step)
+        losses = {tag: x for tag, x in metrics.items() if tag.startswith("losses/")}
+        assert losses.keys() == {f"losses/{x}" for x in ("td_loss", "q_values", "priority_max")}
+        assert metrics["charts/gradient_steps"] == learns
+        if learns:
+            assert np.isfinite(list(losses.values())).all()
+        else:
+            np.testing.assert_array_equal(list(losses.values()), np.inf)
+
+
 # -------------------------------------------------------------------------------------- the memory
 
 
 def rollouts(agent, params, run, count):
     """Steps [S, N] of rollouts one after the other, and the key that they were drawn with."""
     envs = r2d2_jax.make_envs(agent.args, run, agent.args.num_envs)
-    observation, _ = envs.reset(seed=3)
-    n = agent.args.num_envs
-    memory = r2d2_jax.no_memory(agent, n)
-    env_state = (observation, memory, np.ones(n, bool), np.zeros((2, n)))
+    env_state = (*r2d2_jax.reset(envs, KEY, 0), agent.no_memory(agent.args.num_envs))
     collected = []
     for i in range(count):
         step = i * agent.steps_per_iteration
-        rollout, env_state, _ = r2d2_jax.collect_rollout(agent, envs, params, env_state, KEY, step)
+        rollout, env_state = r2d2_jax.collect_rollout(agent, envs, params, env_state, KEY, step)
         collected.append(rollout)
     envs.close()
     return collected
@@ -205,7 +244,7 @@ def rollouts(agent, params, run, count):
 def memories_of(agent, params, steps):
     """The memory before each step, from one that is cleared by hand where an episode begins."""
     n = agent.args.num_envs
-    memory = r2d2_jax.no_memory(agent, n)
+    memory = agent.no_memory(n)
     rows = []
     for t in range(len(steps.reward)):
         memory = [np.array(x) for x in memory]
@@ -255,20 +294,57 @@ def test_an_unrolled_window_has_the_values_that_the_actor_had():
 
 
 def test_the_memory_of_an_agent_in_a_compiled_rollout_begins_anew():
-    from cleanreplay.compiled import Trainer
-
     run = Run(env_id="cleanreplay.memory_tasks:phys2d/MemoryChain-v0", env_kwargs='{"length": 4}')
-    args = Args(**SMALL | dict(train_frequency=40))
-    agent, is_jax_env = r2d2_jax.make_algorithm(args, run)
-    assert is_jax_env
-    envs = Trainer(agent, run).envs
-    params = agent.init(KEY).params
+    trainer = make_trainer(r2d2_jax, Args(**SMALL | dict(train_frequency=40)), run)
+    params = trainer.agent.init(KEY).params
+    envs = trainer.envs
     _, steps = jax.jit(envs.collect)(envs.reset(KEY, 2), params, KEY, 0)
     begins = np.concatenate([np.ones((1, 2), bool), ~steps.valid[:-1]])
     assert begins.sum() > 6
     for x in steps.memory:
         is_empty = (np.asarray(x).reshape(*begins.shape, -1) == 0).all(axis=-1)
         np.testing.assert_array_equal(is_empty, begins)
+
+
+def policies_and_observations(count):
+    """Policies of the same agent, whose memory matters, and observations [3, 200, 3]."""
+    agent, state, _ = make(num_actions=4, first_action=5, hidden_size=16)
+    x = np.random.default_rng(0).normal(size=(3, 200, 3)).astype(np.float32)
+    return [agent.policy(state.params) for _ in range(count)], x
+
+
+@pytest.mark.parametrize("dtype", [bool, int])
+def test_the_policy_forgets_where_is_first_says_so_and_nowhere_else(dtype):
+    (policy, remembers, forgets), x = policies_and_observations(3)
+    is_first = np.arange(200) % 3 == 0
+    for each in (policy, remembers):
+        for t in (0, 1):
+            each(x[t])
+    remembered, forgot = remembers(x[2]), forgets(x[2])
+    assert (remembered != forgot)[is_first].mean() > 0.2
+    assert (remembered != forgot)[~is_first].mean() > 0.2
+    assert set(remembered) <= {5, 6, 7, 8}
+    wanted = np.where(is_first, forgot, remembered)
+    np.testing.assert_array_equal(policy(x[2], is_first.astype(dtype).tolist()), wanted)
+
+
+def test_the_policy_recovers_from_what_is_not_finite_once_the_next_episode_begins():
+    """The memory of the other environments was not touched."""
+    (policy, finite), x = policies_and_observations(2)
+    is_first = np.arange(200) % 2 == 0
+    finite(x[0])
+    policy(np.where(is_first[:, None], np.float32([np.nan, np.inf, -np.inf]), x[0]))
+    for t, begins in ((1, is_first), (2, False)):
+        np.testing.assert_array_equal(policy(x[t], begins), finite(x[t], begins))
+
+
+def test_the_policy_explores_only_with_a_key_as_act_does():
+    agent, state, _ = make(start_e=0.5, end_e=0.5)
+    x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    for key, step in ((None, 0), (KEY, 0), (KEY, 7)):
+        wanted, _ = agent.act(state.params, x, agent.no_memory(200), key, step)
+        np.testing.assert_array_equal(agent.policy(state.params, key)(x, step=step), wanted)
+    assert (agent.policy(state.params)(x) != wanted).mean() > 0.1
 
 
 @pytest.fixture(scope="module")
@@ -301,18 +377,18 @@ def mean_return(policy):
 
 
 def test_it_learns_to_remember_and_a_loaded_policy_does(trained):
-    assert mean_return(r2d2_jax.load_policy(trained)) == 1
+    assert mean_return(load_policy(trained)) == 1
 
 
 def test_a_loaded_policy_forgets_where_an_episode_begins(trained):
     """Told so at every step, it cannot know the first observation: it is right half of the time."""
-    policy = r2d2_jax.load_policy(trained)
+    policy = load_policy(trained)
     assert abs(mean_return(lambda observation, _: policy(observation, [True]))) < 0.3
 
 
 def test_a_loaded_policy_forgets_all_if_the_number_of_environments_changes(trained):
-    policy = r2d2_jax.load_policy(trained)
-    new = r2d2_jax.load_policy(trained)
+    policy = load_policy(trained)
+    new = load_policy(trained)
     x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
     policy(x[:3])
     np.testing.assert_array_equal(policy(x), new(x))

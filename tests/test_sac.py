@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import read_events, slow
+from by_hand import keys_of_gradient_step, moves_of_target
+from helpers import make_agent, read_events, slow
 from scipy.stats import binom, kstest, norm
 
 import sac_jax
-from cleanreplay import checkpoints
+from cleanreplay import load_policy
 from sac_jax import SAC, Args, Run, Step, train
 
 
@@ -127,7 +128,7 @@ def test_losses_are_what_numpy_gives(n_step):
     valid = window.valid[:, 0]
     key = jax.random.PRNGKey(10)
     actor = layers_of(policy.actor)
-    batch = agent.to_transitions(window)
+    batch = agent.to_transitions(window, key)
 
     loss, metrics = jax.jit(agent.critic_loss)(state.critics, state, batch, key)
     reward, discount, last = plain_transitions(window, n_step, 0.9)
@@ -179,7 +180,7 @@ def test_a_batch_of_resets_changes_nothing():
     window = random_window(np.random.default_rng(0), rows=64, steps=4, features=5, actions=3)
     state = state._replace(replay=window._replace(valid=np.zeros_like(window.valid)))
 
-    after, metrics = jax.jit(agent.gradient_step)(state, jax.random.PRNGKey(1), 0)
+    after, metrics = jax.jit(agent.gradient_step)(state, jax.random.PRNGKey(1), 2)
 
     jax.tree.map(np.testing.assert_array_equal, after.critics, state.critics)
     jax.tree.map(np.testing.assert_array_equal, after.policy.actor, state.policy.actor)
@@ -286,7 +287,7 @@ def test_the_policy_stays_in_the_box_whatever_it_sees(dtype):
     params = jax.jit(lambda key: agent.policy_params(agent.init(key)))(jax.random.PRNGKey(0))
     observation = np.random.default_rng(0).normal(scale=1e6, size=(100, 1)).astype(np.float32)
 
-    actions = np.asarray(agent.act(params, observation, (), jax.random.PRNGKey(1), 50_000)[0])
+    actions = np.asarray(agent.act(params, observation, jax.random.PRNGKey(1), 50_000))
 
     assert np.abs(actions).max() == 1
     for action in actions:
@@ -302,8 +303,8 @@ def before_learning():
 
 def test_actions_are_uniform_until_learning_starts():
     agent, params, observation = before_learning()
-    act = jax.vmap(agent.act, in_axes=(None, None, None, None, 0))
-    actions, _ = act(params, observation, (), jax.random.PRNGKey(0), np.arange(0, 400))
+    act = jax.vmap(agent.act, in_axes=(None, None, None, 0))
+    actions = act(params, observation, jax.random.PRNGKey(0), np.arange(0, 400))
     actions = np.asarray(actions)
     assert kstest(actions.ravel(), "uniform", args=(-1, 2)).pvalue > 0.01
     second = actions[:-1, :, 1].ravel()
@@ -316,13 +317,24 @@ def test_the_policy_acts_when_learning_has_started():
     agent, params, observation = before_learning()
     mean, log_std = agent.actor.apply(params, observation)
     assert ((log_std > -5) & (log_std < 2)).all()
-    act = jax.vmap(agent.act, in_axes=(None, None, None, None, 0))
-    actions, _ = act(params, observation, (), jax.random.PRNGKey(0), np.arange(400, 1_400))
+    act = jax.vmap(agent.act, in_axes=(None, None, None, 0))
+    actions = act(params, observation, jax.random.PRNGKey(0), np.arange(400, 1_400))
     noise = (np.arctanh(np.float64(actions)) - mean) / np.exp(log_std)
     near = np.abs(mean) + 3 * np.exp(log_std) < 8  # where float32 tells tanh from 1
     assert near.any()
     assert kstest(noise[:, near].ravel(), "norm").pvalue > 0.01
-    np.testing.assert_allclose(agent.act(params, observation)[0], np.tanh(mean), rtol=1e-5)
+    np.testing.assert_allclose(agent.act(params, observation), np.tanh(mean), rtol=1e-5)
+
+
+def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key():
+    agent, params, observation = before_learning()
+    key = jax.random.PRNGKey(1)
+    for policy_key, step in ((None, 0), (key, 399), (key, 400)):
+        action = np.asarray(agent.act(params, observation, policy_key, step))
+        wanted = [-1, 0] + (action + 1) * [1, 1.5]  # in bounds of -1 to 1, and of 0 to 3
+        got = agent.policy(params, policy_key)(observation, step=step)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert (got != agent.policy(params)(observation)).any()
 
 
 # --- DroQ
@@ -453,8 +465,7 @@ def learned(kind, **flags):
     env_kwargs = f'{{"kind": "{kind}"}}'
     run = Run(env_id="Target-v0", env_kwargs=env_kwargs, eval_episodes=0, checkpoint_interval=0)
     state, _, _ = train(args, run)
-    agent, _ = sac_jax.make_algorithm(args, run)
-    return agent, state
+    return make_agent(sac_jax, args, run), state
 
 
 def q_of(agent, state, actions, states=1):
@@ -482,7 +493,7 @@ def test_it_learns_the_best_action_and_the_values_of_all(simple_networks):
     values = -((3 + 2 * np.array(ACTIONS) - 2) ** 2)
     np.testing.assert_allclose(q_of(agent, state, ACTIONS), [[values]] * 2, atol=0.02)
     observation = np.eye(3, dtype=np.float32)[:1]
-    best, _ = agent.act(state.policy.actor, observation)
+    best = agent.act(state.policy.actor, observation)
     np.testing.assert_allclose(agent.to_env_action(best), 2, atol=0.05)
     # Alpha has brought the entropy to minus the number of axes.
     np.testing.assert_allclose(entropy_of(agent, state), -1, atol=0.05)
@@ -527,10 +538,12 @@ def test_the_policy_makes_as_many_steps_as_the_critics(simple_networks):
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     train_step = jax.jit(agent.train_step)
     for step in range(0, 52, 4):
-        state, params, metrics = train_step(state, rollout, None, jax.random.PRNGKey(1), step)
+        state, params, metrics = train_step(state, rollout, jax.random.PRNGKey(1), step)
         learns = step + 4 > 32
         assert metrics["charts/gradient_steps"] == 2 * learns
-        assert (metrics["losses/qf_loss"] == 0) == (not learns)
+        losses = [value for tag, value in metrics.items() if tag.startswith("losses/")]
+        assert len(losses) == 8
+        assert np.isfinite(losses).all() if learns else np.isposinf(losses).all()
     jax.tree.map(np.testing.assert_array_equal, params, state.policy.actor)
     assert int(state.critic_opt_state[0].count) == 10
     assert int(state.policy.actor_opt_state[0].count) == 10
@@ -543,10 +556,51 @@ def test_the_policy_makes_fewer_steps_than_the_critics_as_in_droq(simple_network
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     train_step = jax.jit(agent.train_step)
     for step in range(28, 52, 4):
-        state, _, metrics = train_step(state, rollout, None, jax.random.PRNGKey(1), step)
+        state, _, metrics = train_step(state, rollout, jax.random.PRNGKey(1), step)
     assert metrics["charts/replay_ratio"] == 2.5
     assert int(state.critic_opt_state[0].count) == 50
     assert int(state.policy.actor_opt_state[0].count) == 10
+
+
+def filled(agent):
+    """The first State, whose replay is full of random steps."""
+    replay = agent.replay.init(agent.stored_step)
+    steps = random_window(np.random.default_rng(0), 50, agent.args.num_envs, 1, 1)
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    return state._replace(replay=agent.replay.add_batch(replay, steps))
+
+
+@pytest.mark.parametrize("flags", [dict(tau=1.0), dict(tau=0.25, gradient_steps=4)], ids=str)
+def test_the_targets_move_at_the_multiples_of_their_period(flags, simple_networks):
+    """It is counted in gradient steps."""
+    agent, _ = learner_and_rollout(target_network_frequency=3, **flags)
+    moves = moves_of_target(agent, filled(agent), 7, "critics", "target_critics")
+    assert list(moves) == [3, 6]
+    for old_target, critics, target in moves.values():
+        wanted = agent.args.tau * critics + (1 - agent.args.tau) * old_target
+        np.testing.assert_allclose(target, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_numbers_of_gradient_steps_count_from_step_0(simple_networks):
+    """Those of the iteration from step 36 on, of 2 * 3 in 4 steps, are 55 to 60."""
+    agent, rollout = learner_and_rollout(gradient_steps=3)
+    updates = []
+
+    def gradient_step(state, key, update):
+        jax.debug.callback(lambda update: updates.append(int(update)), update, ordered=True)
+        return state, {}
+
+    agent.gradient_step = gradient_step
+    jax.jit(agent.train_step)(filled(agent), rollout, jax.random.PRNGKey(1), 36)
+    jax.effects_barrier()
+    assert updates == [55, 56, 57, 58, 59, 60]
+
+
+def test_what_is_drawn_in_to_transitions_does_not_depend_on_the_batch(simple_networks):
+    """Its key is another one than that of the draw from the replay."""
+    agent, _ = learner_and_rollout()
+    of_draw, of_batch = keys_of_gradient_step(agent, filled(agent), jax.random.PRNGKey(0))
+    assert (of_draw != of_batch).any()
 
 
 def test_with_many_seeds_the_steps_of_the_policy_are_still_skipped(simple_networks):
@@ -555,8 +609,8 @@ def test_with_many_seeds_the_steps_of_the_policy_are_still_skipped(simple_networ
     keys = jax.random.split(jax.random.PRNGKey(0))
     states = jax.eval_shape(jax.vmap(agent.init), keys)
     rollouts = jax.tree.map(lambda x: np.stack([x, x]), rollout)
-    of_both_seeds = jax.vmap(agent.train_step, in_axes=(0, 0, None, 0, None))
-    assert "cond[" in str(jax.make_jaxpr(of_both_seeds)(states, rollouts, None, keys, 48))
+    of_both_seeds = jax.vmap(agent.train_step, in_axes=(0, 0, 0, None))
+    assert "cond[" in str(jax.make_jaxpr(of_both_seeds)(states, rollouts, keys, 48))
 
 
 # --- runs
@@ -662,7 +716,7 @@ def test_an_ordinary_run_goes_on_with_its_agent(simple_networks, monkeypatch):
     assert int(half.critic_opt_state[0].count) == (204 - 64) / 4
     state, _, _ = train(args, Run(**run, resume=str(folder)))
     assert int(state.critic_opt_state[0].count) == (300 - 64) / 4
-    actions = checkpoints.load_policy(folder, sac_jax)(np.float32([[1, 0, 0], [-1, 0, 8]]))
+    actions = load_policy(folder)(np.float32([[1, 0, 0], [-1, 0, 8]]))
     assert actions.shape == (2, 1)
     assert np.abs(actions).max() <= 2
 

@@ -132,6 +132,13 @@ def test_a_metric_of_any_name_is_logged(train):
     assert all(value == step - 10 + 0.5 for step, value in points)
 
 
+@pytest.mark.parametrize("train", [short, short_compiled])
+def test_a_metric_that_is_an_array_is_an_error_that_names_it(train):
+    script = edited(dqn_jax, (OWN[0], OWN[1].replace("step + 0.5", "rollout.reward[0]")))
+    with pytest.raises(script.UsageError, match=r"the metric my_metric must be a number, .*\("):
+        train(script)
+
+
 def test_a_loss_is_logged_whatever_the_other_metrics_say():
     old = 'metrics["charts/learning_rate"] = learning_rate'
     new = 'metrics |= {"charts/gradient_steps": 0, "losses/mine": jnp.float32(4)}'
