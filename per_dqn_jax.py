@@ -91,11 +91,10 @@ class QNetwork(nn.Module):
     @nn.compact
     def __call__(self, x):
         if cleanreplay and cleanreplay.images.are_images(x):
-            x = cleanreplay.images.cnn(x)
-        else:
-            x = x.reshape(len(x), -1).astype(jnp.float32)
-            for width in self.hidden_sizes:
-                x = nn.relu(nn.Dense(width)(x))
+            return nn.Dense(self.num_actions)(cleanreplay.images.cnn(x))
+        x = x.reshape(len(x), -1).astype(jnp.float32)
+        for width in self.hidden_sizes:
+            x = nn.relu(nn.Dense(width)(x))
         return nn.Dense(self.num_actions)(x)
 
 

@@ -209,7 +209,7 @@ def note_signals(stop: list, has_processes: bool) -> Callable[[], None]:
 def close_if_killed(envs: Any, error: Exception) -> None:
     """If processes of gymnasium.vector.AsyncVectorEnv were killed, names them in a note.
 
-    It closes the others at once: an ordinary close would wait for the dead ones.
+    It ends the others at once: `close` would wait for the dead ones, or fail.
     """
     processes = getattr(envs.unwrapped, "processes", [])
     if not processes or not isinstance(error, EOFError | ConnectionError):
@@ -218,4 +218,6 @@ def close_if_killed(envs: Any, error: Exception) -> None:
         process.join(timeout=0.5)
     dead = [process.name for process in processes if not process.is_alive()]
     error.add_note(f"killed: {', '.join(dead)}")
-    envs.close(terminate=True)
+    for process in processes:
+        process.terminate()
+    envs.unwrapped.closed = True

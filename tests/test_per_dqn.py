@@ -100,23 +100,26 @@ def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, m
 
 
 @pytest.mark.parametrize(
-    ("flags", "updates"),
+    ("flags", "updates", "last"),
     [
-        (dict(num_envs=5, train_frequency=10), range(4, 11)),
-        (dict(num_envs=5, train_frequency=10, gradient_steps=3), range(10, 31)),
-        (dict(num_envs=4, train_frequency=16), range(3, 8)),  # the last one after step 100
-        (dict(num_envs=4, train_frequency=200), range(1, 2)),
+        (dict(num_envs=5, train_frequency=10), range(4, 11), 10),
+        (dict(num_envs=5, train_frequency=10, gradient_steps=3), range(10, 31), 30),
+        (dict(num_envs=4, train_frequency=16), range(3, 8), 6),  # the seventh is after step 100
+        (dict(num_envs=4, train_frequency=200), range(1, 2), 1),
     ],
 )
-def test_beta_is_the_importance_exponent_at_the_start_and_1_at_the_last_update(flags, updates):
-    """Exactly, where the bias matters."""
+def test_beta_is_the_importance_exponent_at_the_start_and_1_at_the_last_update(
+    flags, updates, last
+):
+    """Exactly, where the bias matters; `last` is the last update before the end."""
     sizes = dict(total_timesteps=100, learning_starts=35, batch_size=8, buffer_size=50)
     args = Args(importance_exponent=0.25, **sizes, **flags)
     numbers, _ = train_without_gradients(per_dqn_jax, args)
     assert numbers == list(updates)
     agent = linear(per_dqn_jax, args)
     assert agent.beta_at(0) == 0.25
-    assert agent.beta_at(numbers[-1]) == 1
+    assert agent.beta_at(last - 1) < 1
+    assert agent.beta_at(last) == agent.beta_at(numbers[-1]) == 1
 
 
 def test_beta_goes_in_a_straight_line_and_stays_at_1():

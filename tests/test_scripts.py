@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import environments
 import gymnasium as gym
@@ -215,29 +216,42 @@ def test_the_package_imports_no_script_and_orbax_only_when_it_is_used():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-LOOP = "    env_state = reset(envs, init_key, log.first_step)\n"
-BUG = LOOP + '    Path("no/such/file").read_text()\n'
+SHORT = "--total-timesteps 200 --learning-starts 50 --batch-size 8 --env-id"
+BUG = 'Path("no/such/file").read_text()'
+OWN_CODE = "# Insert your own code here: `state` is complete, and no thread is running.\n"
+COLLECTOR = "    observation, valid = env_state\n    num_steps"
 
 
-def test_a_bug_in_inserted_code_shows_its_traceback(monkeypatch):
-    script = edited(dqn_jax, (LOOP, BUG))
-    monkeypatch.setattr(sys, "argv", ["script.py"])
+def saved_steps():
+    """The steps of the checkpoints of the only run in this folder."""
+    (folder,) = Path("runs").iterdir()
+    return [int(path.name) for path in (folder / "checkpoints").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "saved"),
+    [
+        (OWN_CODE, BUG + "\n", []),
+        (COLLECTOR, f"    if step == 150:\n        {BUG}\n{COLLECTOR}", [150]),
+    ],
+)
+def test_a_bug_in_inserted_code_shows_its_traceback(old, new, saved, monkeypatch):
+    """In the collector it is an error like one of the environments: what was learned is saved."""
+    script = edited(dqn_jax, (old, new))
+    monkeypatch.setattr(sys, "argv", ["script.py", *f"{SHORT} environments:Counter-v0".split()])
     with pytest.raises(FileNotFoundError, match="no/such/file"):
         script.main()
+    assert saved_steps() == saved
 
 
 class BrokenEvaluation(environments.Counter):
-    """Fails in an evaluation, which makes its environments later than the training."""
+    """Fails in an evaluation, whose environments are stepped later than the one of the training."""
 
-    made = 0
-
-    def __init__(self):
-        super().__init__()
-        BrokenEvaluation.made += 1
-        self.number = BrokenEvaluation.made
+    trained: Any = None
 
     def step(self, action):
-        if self.number > 2:  # the first one only shows its spaces
+        BrokenEvaluation.trained = BrokenEvaluation.trained or self
+        if self is not BrokenEvaluation.trained:
             raise gym.error.ResetNeeded("mine")
         return super().step(action)
 
@@ -245,12 +259,10 @@ class BrokenEvaluation(environments.Counter):
 def test_an_error_of_gymnasium_in_an_evaluation_shows_its_traceback(monkeypatch):
     """What was learned is saved before."""
     gym.register("BrokenEvaluation-v0", BrokenEvaluation)
-    flags = "--total-timesteps 200 --learning-starts 50 --batch-size 8 --env-id BrokenEvaluation-v0"
-    monkeypatch.setattr(sys, "argv", ["dqn_jax.py", *flags.split()])
+    monkeypatch.setattr(sys, "argv", ["dqn_jax.py", *f"{SHORT} BrokenEvaluation-v0".split()])
     with pytest.raises(gym.error.ResetNeeded, match="mine"):
         dqn_jax.main()
-    (checkpoint,) = Path("runs").glob("*/checkpoints/*")
-    assert checkpoint.name == "200"
+    assert saved_steps() == [200]
 
 
 @pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax), slow(ppo_jax)])
