@@ -430,7 +430,8 @@ def train_loop(agent: R2D2, envs, log, key) -> State:
     train_step = jax.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
     env_state = (*reset(envs, init_key, log.first_step), agent.no_memory(envs.num_envs))
-    rollout, env_state = collect(params, env_state, step=log.first_step)
+    with log.saves_on_error(envs, log.first_step):
+        rollout, env_state = collect(params, env_state, step=log.first_step)
 
     with ThreadPoolExecutor(1) as thread:
         for step in range(log.first_step, log.total, agent.steps_per_iteration):
@@ -448,9 +449,7 @@ def train_loop(agent: R2D2, envs, log, key) -> State:
 
 
 Agent = R2D2
-ENV_ID = "CartPole-v1"  # of a run without --env-id
-if cleanreplay:
-    ENV_ID = "cleanreplay.memory_tasks:CartPoleNoVelocity-v0"
+ENV_ID = "cleanreplay.memory_tasks:CartPoleNoVelocity-v0" if cleanreplay else "CartPole-v1"
 
 
 # === the same in all scripts ===

@@ -429,7 +429,8 @@ def train_loop(agent: SAC, envs, log, key) -> State:
     train_step = jax.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
     env_state = reset(envs, init_key, log.first_step)
-    rollout, env_state = collect(params, env_state, step=log.first_step)
+    with log.saves_on_error(envs, log.first_step):
+        rollout, env_state = collect(params, env_state, step=log.first_step)
 
     with ThreadPoolExecutor(1) as thread:
         for step in range(log.first_step, log.total, agent.steps_per_iteration):

@@ -70,9 +70,12 @@ def run_folder(parent):
     return folder
 
 
+# With two devices, one agent spreads its environments over them; two agents have one each.
+@pytest.mark.parametrize(("num_seeds", "num_devices"), [(2, 1), slow(1, 2), slow(2, 2)])
 @pytest.mark.parametrize(("module", "flags"), COMPILED, ids=["dqn", "per_dqn", "ppo"])
-def test_a_compiled_run_goes_on_bit_for_bit(module, flags, stop_at):
-    run = dict(env_id="environments:Chain-v0", num_seeds=2, log_interval=80, eval_episodes=2)
+def test_a_compiled_run_goes_on_bit_for_bit(module, flags, num_seeds, num_devices, stop_at):
+    run = dict(env_id="environments:Chain-v0", num_seeds=num_seeds, num_devices=num_devices)
+    run |= dict(log_interval=80, eval_episodes=2)
     # The schedules depend on total_timesteps, so both halves have that of the whole.
     args = module.Args(total_timesteps=640, num_envs=4, **flags)
     whole, _, folder = module.train(args, module.Run(exp_name="whole", **run))
@@ -85,7 +88,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(module, flags, stop_at):
     assert same == half
 
     assert_equal_trees(whole, resumed)
-    for name in (".", "seed_2"):
+    for name in (".", "seed_2")[:num_seeds]:
         expected, _ = read_events(folder / name)
         got, _ = read_events(half / name)
         assert expected.keys() == got.keys()
@@ -394,7 +397,7 @@ def test_of_a_failure_in_the_first_rollout_nothing_is_left_to_resume(tmp_path, m
         with pytest.raises(RuntimeError, match="broken") as caught:
             dqn_jax.train(args, dqn_jax.Run(**run))
     folder = run_folder(tmp_path)
-    assert caught.value.__notes__ == [f"in environments:Counter-v0, {folder}"]
+    assert caught.value.__notes__ == [f"in environments:Counter-v0 at step 0 of {folder}"]
     assert checkpoint_steps(folder) == []
     with pytest.raises(UsageError, match=f"{folder}/checkpoints has no checkpoint"):
         dqn_jax.train(args, dqn_jax.Run(resume=str(folder), **run))
