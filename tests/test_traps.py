@@ -52,6 +52,7 @@ def test_a_flag_of_any_type_and_value_works_and_is_kept_by_a_resume(run_main):
     assert kept.place == Path("else/where")
 
 
+@pytest.mark.slow
 def test_a_flag_that_is_an_enum_is_kept_by_a_resume():
     class Colour(Enum):
         RED = "red"
@@ -132,13 +133,14 @@ def test_a_metric_of_any_name_is_logged(train):
     assert all(value == step - 10 + 0.5 for step, value in points)
 
 
-@pytest.mark.parametrize("train", [short, short_compiled])
+@pytest.mark.parametrize("train", [short, slow(short_compiled)])
 def test_a_metric_that_is_an_array_is_an_error_that_names_it(train):
     script = edited(dqn_jax, (OWN[0], OWN[1].replace("step + 0.5", "rollout.reward[0]")))
     with pytest.raises(script.UsageError, match=r"the metric my_metric must be a number, .*\("):
         train(script)
 
 
+@pytest.mark.slow
 def test_a_loss_is_logged_whatever_the_other_metrics_say():
     old = 'metrics["charts/learning_rate"] = learning_rate'
     new = 'metrics |= {"charts/gradient_steps": 0, "losses/mine": jnp.float32(4)}'
@@ -159,7 +161,7 @@ IN_LOOP = (
 )
 
 
-@pytest.mark.parametrize("train", [short, short_compiled])
+@pytest.mark.parametrize("train", [short, slow(short_compiled)])
 def test_train_step_may_return_a_fourth_value(train):
     state, _, _ = train(edited(dqn_jax, FOURTH, IN_LOOP))
     assert (state.opt_state[0].count == 15).all()
