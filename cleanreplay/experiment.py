@@ -1,7 +1,7 @@
 """A run that lasts: the `Log` of a script, and saving, resuming, evaluating and recording."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ class Experiment(AbstractContextManager):
         self.learned: tuple = ()  # the State and the parameters of the last iteration
         if self.run.capture_video:
             images.check_video(make_envs)
+        self.on_exit = ExitStack()
         self.keeper = Keeper(agent, self.run, log.folder, script, log.stop)
 
     first_step = property(lambda self: self.log.first_step)
@@ -42,7 +43,8 @@ class Experiment(AbstractContextManager):
     writer = property(lambda self: self.log.writer)
 
     def __enter__(self) -> "Experiment":
-        self.keeper.__enter__()
+        self.on_exit.enter_context(self.keeper)
+        self.on_exit.push(self.log.__exit__)  # first, so that the keeper hears of its errors
         return self
 
     def begin(self, init: Callable) -> Any:
@@ -107,8 +109,7 @@ class Experiment(AbstractContextManager):
         return self.log.mean_return()
 
     def __exit__(self, *error: Any) -> None:
-        self.log.__exit__(*error)
-        self.keeper.__exit__(*error)
+        self.on_exit.__exit__(*error)
 
 
 def log_returns(log: Log, step: int, returns: np.ndarray) -> None:

@@ -107,14 +107,8 @@ class Keeper(AbstractContextManager):
 
         The first one is the state from `begin`: a resume drops what came after it.
         """
-        if self.vault is None:
-            return
-        try:
+        if self.vault is not None:
             self.vault.write(self.agent.experience(state))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise UsageError(f"no space left on the disk of {self.folder}") from error
 
     @contextmanager
     def saves_on_error(self, envs: Any, step: int, learned: Callable, recent: Sequence) -> Iterator:
@@ -138,6 +132,8 @@ class Keeper(AbstractContextManager):
         if isinstance(error, Exception) and not hasattr(error, "__notes__"):
             error.add_note(f"in {self.run.env_id}, {self.folder}")
         self.on_exit.close()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise UsageError(f"no space left on the disk of {self.folder}") from error
 
 
 def check_finite(params: Any, folder: Path) -> None:
