@@ -334,8 +334,8 @@ def train_loop(agent: DQN, envs, log, key) -> State:
     params = jax.tree.map(jnp.copy, agent.policy_params(state))  # `state` will be overwritten
     train_step = jax.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
-    env_state = reset(envs, init_key, log.first_step)
     with log.saves_on_error(envs, log.first_step):
+        env_state = reset(envs, init_key, log.first_step)
         rollout, env_state = collect(params, env_state, step=log.first_step)
 
     with ThreadPoolExecutor(1) as thread:
@@ -344,10 +344,10 @@ def train_loop(agent: DQN, envs, log, key) -> State:
             learning = thread.submit(train_step, state, rollout, learn_key, step)
             with log.saves_on_error(envs, end, learning.result):
                 next_rollout, env_state = collect(params, env_state, step=end)
+            log.count_episodes(step, rollout)
             state, params, metrics = learning.result()
             # Insert your own code here: `state` is complete, and no thread is running.
-            is_over = log.end_iteration(end, state, params, metrics, rollout)
-            if is_over:
+            if log.end_iteration(end, state, params, metrics):
                 break
             rollout = next_rollout
     return state
@@ -473,22 +473,22 @@ class Log(AbstractContextManager):
         """In `with`: if the environments fail, nothing is saved here."""
         return nullcontext()
 
-    def end_iteration(self, end: int, state: State, params, metrics: dict, rollout: Step) -> bool:
+    def count_episodes(self, step: int, rollout: Step):
+        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        done = rollout.terminated | rollout.truncated
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
+        for row, over in zip(rewards_and_steps, done, strict=True):
+            self.unfinished += row
+            if over.any():
+                self.ended.extend(self.unfinished[:, over].T)
+                self.unfinished[:, over] = 0
+
+    def end_iteration(self, end: int, state: State, params, metrics: dict) -> bool:
         """Logs what is due at step `end`. Returns whether the run is over."""
-        self.count_episodes(rollout)
         is_last = end >= self.total or len(self.stop) > 0
         if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
             self.add_metrics(end, metrics)
         return is_last
-
-    def count_episodes(self, rollout: Step):
-        """Keeps the returns and lengths of the episodes that end in a rollout."""
-        done = rollout.terminated | rollout.truncated
-        for reward, valid, over in zip(rollout.reward, rollout.valid, done, strict=True):
-            self.unfinished += reward, valid
-            if over.any():
-                self.ended.extend(self.unfinished[:, over].T)
-                self.unfinished[:, over] = 0
 
     def add_metrics(self, step: int, metrics: dict):
         """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
@@ -559,9 +559,7 @@ def main():
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
     stop: list[int] = []
     try:
-        run, args = parse()
-        if cleanreplay:
-            run, args = cleanreplay.usage.prepare(Flags(run, args), parse)
+        run, args = cleanreplay.usage.parse(parse) if cleanreplay else parse()
         _, returns, folder = train(args, run, stop)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -245,6 +245,10 @@ class PPO:
         self.args = args
         self.shard_batch = shard_batch
         self.action_space = action_space
+        if self.is_box:  # a bound that is missing is taken to be 2 away from the other one
+            beside = np.where(action_space.bounded_above, action_space.high - 2, -1)
+            self.low = np.where(action_space.bounded_below, action_space.low, beside)
+            self.high = np.where(action_space.bounded_above, action_space.high, self.low + 2)
         self.rollout_shape = (args.num_steps, args.num_envs)
         self.steps_per_iteration = args.num_envs * args.num_steps
         if self.steps_per_iteration % args.num_minibatches > 0:
@@ -311,14 +315,13 @@ class PPO:
         return action
 
     def to_env_action(self, action):
-        """The environment's actions: -1 to 1 covers a bounded Box. The loss uses `action`."""
-        if not self.is_box:
-            return action + int(self.action_space.start)
+        """The environment's actions. -1 to 1 becomes low to high; the loss uses `action`."""
         box = self.action_space
-        if box.is_bounded():
-            fraction = 0.5 * (action + 1)
-            action = box.low * (1 - fraction) + box.high * fraction
-        return action.clip(box.low, box.high)
+        if not self.is_box:
+            return action + int(box.start)
+        fraction = 0.5 * (action + 1)
+        action = self.low * (1 - fraction) + self.high * fraction
+        return action.clip(box.low, box.high).astype(box.dtype)
 
     def policy(self, params, key=None):
         """A function from NumPy observations [N, ...] to the environment's actions [N, ...]."""
@@ -468,16 +471,17 @@ def train_loop(agent: PPO, envs, log, key) -> State:
     state = log.begin(partial(jax.jit(agent.init), init_key))  # or the one that is resumed
     params = agent.policy_params(state)
     train_step = jax.jit(agent.train_step)
-    env_state = reset(envs, init_key, log.first_step)
+    with log.saves_on_error(envs, log.first_step):
+        env_state = reset(envs, init_key, log.first_step)
 
     for step in range(log.first_step, log.total, agent.steps_per_iteration):
         with log.saves_on_error(envs, step):
             rollout, env_state = collect_rollout(agent, envs, params, env_state, act_key, step)
+        log.count_episodes(step, rollout)
         state, params, metrics = train_step(state, rollout, learn_key, step, env_state[0])
         # Insert your own code here.
         end = step + agent.steps_per_iteration
-        is_over = log.end_iteration(end, state, params, metrics, rollout)
-        if is_over:
+        if log.end_iteration(end, state, params, metrics):
             break
     return state
 
@@ -602,22 +606,22 @@ class Log(AbstractContextManager):
         """In `with`: if the environments fail, nothing is saved here."""
         return nullcontext()
 
-    def end_iteration(self, end: int, state: State, params, metrics: dict, rollout: Step) -> bool:
+    def count_episodes(self, step: int, rollout: Step):
+        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        done = rollout.terminated | rollout.truncated
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
+        for row, over in zip(rewards_and_steps, done, strict=True):
+            self.unfinished += row
+            if over.any():
+                self.ended.extend(self.unfinished[:, over].T)
+                self.unfinished[:, over] = 0
+
+    def end_iteration(self, end: int, state: State, params, metrics: dict) -> bool:
         """Logs what is due at step `end`. Returns whether the run is over."""
-        self.count_episodes(rollout)
         is_last = end >= self.total or len(self.stop) > 0
         if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
             self.add_metrics(end, metrics)
         return is_last
-
-    def count_episodes(self, rollout: Step):
-        """Keeps the returns and lengths of the episodes that end in a rollout."""
-        done = rollout.terminated | rollout.truncated
-        for reward, valid, over in zip(rollout.reward, rollout.valid, done, strict=True):
-            self.unfinished += reward, valid
-            if over.any():
-                self.ended.extend(self.unfinished[:, over].T)
-                self.unfinished[:, over] = 0
 
     def add_metrics(self, step: int, metrics: dict):
         """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
@@ -688,9 +692,7 @@ def main():
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
     stop: list[int] = []
     try:
-        run, args = parse()
-        if cleanreplay:
-            run, args = cleanreplay.usage.prepare(Flags(run, args), parse)
+        run, args = cleanreplay.usage.parse(parse) if cleanreplay else parse()
         _, returns, folder = train(args, run, stop)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

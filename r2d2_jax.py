@@ -158,14 +158,14 @@ class State(NamedTuple):
 
 def rescale(x, epsilon=1e-3):
     """h(x), which makes large values small: section 2.3 of the paper."""
-    return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + epsilon * x
+    return x / (jnp.sqrt(jnp.abs(x) + 1) + 1) + epsilon * x
 
 
 def unscale(x, epsilon=1e-3):
-    """The inverse of h."""
-    y = jnp.abs(x) + 1 + epsilon
-    root = 2 * y / (1 + jnp.sqrt(1 + 4 * epsilon * y))  # exact where (sqrt(...) - 1) / 2e is not
-    return jnp.sign(x) * (root**2 - 1)
+    """The inverse of h, without differences that would cancel near 0."""
+    slope = 1 + 2 * epsilon
+    root = 2 * jnp.abs(x) / (slope + jnp.sqrt(slope**2 + 4 * epsilon * jnp.abs(x)))
+    return jnp.sign(x) * root * (root + 2)
 
 
 class R2D2:
@@ -429,8 +429,8 @@ def train_loop(agent: R2D2, envs, log, key) -> State:
     params = jax.tree.map(jnp.copy, agent.policy_params(state))  # `state` will be overwritten
     train_step = jax.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
-    env_state = (*reset(envs, init_key, log.first_step), agent.no_memory(envs.num_envs))
     with log.saves_on_error(envs, log.first_step):
+        env_state = (*reset(envs, init_key, log.first_step), agent.no_memory(envs.num_envs))
         rollout, env_state = collect(params, env_state, step=log.first_step)
 
     with ThreadPoolExecutor(1) as thread:
@@ -439,10 +439,10 @@ def train_loop(agent: R2D2, envs, log, key) -> State:
             learning = thread.submit(train_step, state, rollout, learn_key, step)
             with log.saves_on_error(envs, end, learning.result):
                 next_rollout, env_state = collect(params, env_state, step=end)
+            log.count_episodes(step, rollout)
             state, params, metrics = learning.result()
             # Insert your own code here: `state` is complete, and no thread is running.
-            is_over = log.end_iteration(end, state, params, metrics, rollout)
-            if is_over:
+            if log.end_iteration(end, state, params, metrics):
                 break
             rollout = next_rollout
     return state
@@ -568,22 +568,22 @@ class Log(AbstractContextManager):
         """In `with`: if the environments fail, nothing is saved here."""
         return nullcontext()
 
-    def end_iteration(self, end: int, state: State, params, metrics: dict, rollout: Step) -> bool:
+    def count_episodes(self, step: int, rollout: Step):
+        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        done = rollout.terminated | rollout.truncated
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
+        for row, over in zip(rewards_and_steps, done, strict=True):
+            self.unfinished += row
+            if over.any():
+                self.ended.extend(self.unfinished[:, over].T)
+                self.unfinished[:, over] = 0
+
+    def end_iteration(self, end: int, state: State, params, metrics: dict) -> bool:
         """Logs what is due at step `end`. Returns whether the run is over."""
-        self.count_episodes(rollout)
         is_last = end >= self.total or len(self.stop) > 0
         if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
             self.add_metrics(end, metrics)
         return is_last
-
-    def count_episodes(self, rollout: Step):
-        """Keeps the returns and lengths of the episodes that end in a rollout."""
-        done = rollout.terminated | rollout.truncated
-        for reward, valid, over in zip(rollout.reward, rollout.valid, done, strict=True):
-            self.unfinished += reward, valid
-            if over.any():
-                self.ended.extend(self.unfinished[:, over].T)
-                self.unfinished[:, over] = 0
 
     def add_metrics(self, step: int, metrics: dict):
         """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
@@ -654,9 +654,7 @@ def main():
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
     stop: list[int] = []
     try:
-        run, args = parse()
-        if cleanreplay:
-            run, args = cleanreplay.usage.prepare(Flags(run, args), parse)
+        run, args = cleanreplay.usage.parse(parse) if cleanreplay else parse()
         _, returns, folder = train(args, run, stop)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

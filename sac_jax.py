@@ -260,10 +260,9 @@ class SAC:
 
     def to_env_action(self, action):
         """The environment's actions, between its bounds."""
-        low = self.action_space.low
-        high = self.action_space.high
+        low, high = self.action_space.low, self.action_space.high
         fraction = 0.5 * (action + 1)
-        return (low * (1 - fraction) + high * fraction).clip(low, high)
+        return (low * (1 - fraction) + high * fraction).clip(low, high).astype(low.dtype)
 
     def policy(self, params, key=None):
         """A function from NumPy observations [N, ...] to the environment's actions [N, ...]."""
@@ -339,18 +338,17 @@ class SAC:
         return -jnp.exp(log_alpha) * buffers.masked_mean(log_prob + target_entropy, valid)
 
     def update_policy(self, policy: Policy, critics, batch: Transition, key) -> Policy:
-        """Takes the gradient steps of an update on the batch."""
+        """Takes a gradient step of the actor, and one of alpha."""
         actor, actor_opt_state, log_alpha, alpha_opt_state, _ = policy
         actor_grad = jax.value_and_grad(self.actor_loss, has_aux=True)
+        (actor_loss, log_prob), gradient = actor_grad(actor, log_alpha, critics, batch, key)
+        updates, actor_opt_state = self.actor_optimizer.update(gradient, actor_opt_state)
+        actor = optax.apply_updates(actor, updates)
         alpha_grad = jax.value_and_grad(self.alpha_loss)
-        for subkey in jax.random.split(key, self.args.policy_steps or self.args.policy_frequency):
-            (actor_loss, log_prob), gradient = actor_grad(actor, log_alpha, critics, batch, subkey)
-            updates, actor_opt_state = self.actor_optimizer.update(gradient, actor_opt_state)
-            actor = optax.apply_updates(actor, updates)
-            alpha_loss, gradient = alpha_grad(log_alpha, log_prob, batch.valid)
-            if self.args.autotune:
-                updates, alpha_opt_state = self.alpha_optimizer.update(gradient, alpha_opt_state)
-                log_alpha = optax.apply_updates(log_alpha, updates)
+        alpha_loss, gradient = alpha_grad(log_alpha, log_prob, batch.valid)
+        if self.args.autotune:
+            updates, alpha_opt_state = self.alpha_optimizer.update(gradient, alpha_opt_state)
+            log_alpha = optax.apply_updates(log_alpha, updates)
         losses = jnp.stack([actor_loss, alpha_loss])
         return Policy(actor, actor_opt_state, log_alpha, alpha_opt_state, losses)
 
@@ -365,13 +363,17 @@ class SAC:
         gradient, metrics = grad_fn(state.critics, state, batch, critic_key)
         updates, opt_state = self.critic_optimizer.update(gradient, state.critic_opt_state)
         critics = optax.apply_updates(state.critics, updates)
+        keys = jax.random.split(policy_key, args.policy_steps or args.policy_frequency)
+
+        def update_policy(policy):
+            def step(policy, key):
+                return self.update_policy(policy, critics, batch, key), None
+
+            return jax.lax.scan(step, policy, keys, unroll=2)[0]
+
         # Under vmap this stays a real branch, because `update` is the same for all seeds.
-        policy = jax.lax.cond(
-            update % args.policy_frequency == 0,
-            lambda policy: self.update_policy(policy, critics, batch, policy_key),
-            lambda policy: policy,
-            state.policy,
-        )
+        is_turn = update % args.policy_frequency == 0
+        policy = jax.lax.cond(is_turn, update_policy, lambda policy: policy, state.policy)
         tau = jnp.where(update % args.target_network_frequency == 0, args.tau, 0.0)
         target_critics = optax.incremental_update(critics, state.target_critics, tau)
         metrics["losses/alpha"] = jnp.exp(policy.log_alpha)
@@ -428,8 +430,8 @@ def train_loop(agent: SAC, envs, log, key) -> State:
     params = jax.tree.map(jnp.copy, agent.policy_params(state))  # `state` will be overwritten
     train_step = jax.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
-    env_state = reset(envs, init_key, log.first_step)
     with log.saves_on_error(envs, log.first_step):
+        env_state = reset(envs, init_key, log.first_step)
         rollout, env_state = collect(params, env_state, step=log.first_step)
 
     with ThreadPoolExecutor(1) as thread:
@@ -438,10 +440,10 @@ def train_loop(agent: SAC, envs, log, key) -> State:
             learning = thread.submit(train_step, state, rollout, learn_key, step)
             with log.saves_on_error(envs, end, learning.result):
                 next_rollout, env_state = collect(params, env_state, step=end)
+            log.count_episodes(step, rollout)
             state, params, metrics = learning.result()
             # Insert your own code here: `state` is complete, and no thread is running.
-            is_over = log.end_iteration(end, state, params, metrics, rollout)
-            if is_over:
+            if log.end_iteration(end, state, params, metrics):
                 break
             rollout = next_rollout
     return state
@@ -567,22 +569,22 @@ class Log(AbstractContextManager):
         """In `with`: if the environments fail, nothing is saved here."""
         return nullcontext()
 
-    def end_iteration(self, end: int, state: State, params, metrics: dict, rollout: Step) -> bool:
+    def count_episodes(self, step: int, rollout: Step):
+        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        done = rollout.terminated | rollout.truncated
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
+        for row, over in zip(rewards_and_steps, done, strict=True):
+            self.unfinished += row
+            if over.any():
+                self.ended.extend(self.unfinished[:, over].T)
+                self.unfinished[:, over] = 0
+
+    def end_iteration(self, end: int, state: State, params, metrics: dict) -> bool:
         """Logs what is due at step `end`. Returns whether the run is over."""
-        self.count_episodes(rollout)
         is_last = end >= self.total or len(self.stop) > 0
         if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
             self.add_metrics(end, metrics)
         return is_last
-
-    def count_episodes(self, rollout: Step):
-        """Keeps the returns and lengths of the episodes that end in a rollout."""
-        done = rollout.terminated | rollout.truncated
-        for reward, valid, over in zip(rollout.reward, rollout.valid, done, strict=True):
-            self.unfinished += reward, valid
-            if over.any():
-                self.ended.extend(self.unfinished[:, over].T)
-                self.unfinished[:, over] = 0
 
     def add_metrics(self, step: int, metrics: dict):
         """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
@@ -653,9 +655,7 @@ def main():
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
     stop: list[int] = []
     try:
-        run, args = parse()
-        if cleanreplay:
-            run, args = cleanreplay.usage.prepare(Flags(run, args), parse)
+        run, args = cleanreplay.usage.parse(parse) if cleanreplay else parse()
         _, returns, folder = train(args, run, stop)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -73,7 +73,10 @@ class Log(Protocol):
     ) -> None:
         """Begins the charts and the bar of progress."""
 
-    def end_iteration(self, end: int, state: Any, params: Any, metrics: dict, rollout: Any) -> bool:
+    def count_episodes(self, step: int, rollout: Any) -> None:
+        """Keeps the returns of the episodes that end in a rollout, which began at `step`."""
+
+    def end_iteration(self, end: int, state: Any, params: Any, metrics: dict) -> bool:
         """Logs what is due at step `end`. Returns whether the run is over."""
 
     def add_metrics(self, step: int, metrics: dict) -> None:

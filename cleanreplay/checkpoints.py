@@ -5,11 +5,15 @@ of training (item `state`), the parameters to act with (`params`) and the return
 episodes (`recent`). `best/STEP` has the parameters that did best in an evaluation.
 """
 
+import errno
 import importlib.util
 import logging
 import math
+import re
 import sys
 import threading
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -17,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.tree_util import keystr, tree_leaves_with_path
 from tqdm import tqdm
 
@@ -44,10 +50,14 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, params: Any, recent_returns: Sequence) -> None:
         """Saves the state of training after `step`."""
+        about = {
+            "returns": [float(x) for x in recent_returns],
+            "checksums": {"state": checksums(state), "params": checksums(params)},
+        }
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             params=ocp.args.StandardSave(params),
-            recent=ocp.args.JsonSave([float(x) for x in recent_returns]),
+            recent=ocp.args.JsonSave(about),
         )
         self.write(self.latest, step, items)
 
@@ -57,7 +67,8 @@ class Checkpoints:
         is_better = best_step is None or score > self.best.metrics(best_step)["return"]
         if math.isfinite(score) and is_better:
             items = ocp.args.Composite(params=ocp.args.StandardSave(params))
-            self.write(self.best, step, items, metrics={"return": float(score)})
+            metrics = {"return": float(score), "checksums": checksums(params)}
+            self.write(self.best, step, items, metrics=metrics)
 
     def write(self, manager: Any, step: int, items: Any, **metrics: Any) -> None:
         """Writes a checkpoint, unless there is one of this step. UsageError if the disk is full."""
@@ -80,36 +91,66 @@ class Checkpoints:
     def restore(self, state: Any) -> tuple[int, Any, list]:
         """The step, the state and the recent returns of the newest checkpoint that can be read.
 
-        `state` has its shapes and devices, and is used up.
+        `state` has its shapes and devices, and is used up. Damaged ones are moved aside.
         """
         shapes = jax.tree.map(abstract, state)
         for x in jax.tree.leaves(state):
             x.delete()  # so that memory never holds two replays
-        damaged = []
+        damaged = {}
         for step in sorted(self.latest.all_steps(), reverse=True):
             try:
-                state = read(self.latest, step, "state", shapes)
-                recent = self.latest.restore(step, args=RECENT)["recent"]
+                about = self.about(step)
+                state = read(self.latest, step, "state", shapes, about["checksums"]["state"])
                 break
             except UsageError:
                 raise
-            except Exception:
-                damaged.append(step)
+            except Exception as error:
+                if is_of_the_machine(error):
+                    text = f"resume: checkpoint {step} cannot be read now: {first_line(error)}"
+                    raise UsageError(text) from error
+                damaged[step] = first_line(error)
         else:
             raise UsageError(f"resume: no checkpoint in {self.latest.directory} can be read")
-        for other in damaged:
-            tqdm.write(f"checkpoint {other} is damaged and deleted: the run goes on from {step}")
-            self.latest.delete(other)
-        return step, state, recent
+        for other, reason in damaged.items():
+            self.move_aside(other)
+            what = f"checkpoint {other} is damaged and was moved to {self.folder / 'damaged'}"
+            tqdm.write(f"{what}: the run goes on from {step} ({reason})")
+        return step, state, about["returns"]
+
+    def about(self, step: int) -> dict:
+        """What a checkpoint says beside its arrays: the last returns, and the checksums."""
+        about = self.latest.restore(step, args=RECENT)["recent"]
+        if isinstance(about, list):  # of an old version
+            return {"returns": about, "checksums": {"state": {}, "params": {}}}
+        return about
+
+    def move_aside(self, step: int) -> None:
+        """Moves a checkpoint to the folder `damaged`, so that one of this step can be saved."""
+        if jax.process_index() == 0:
+            aside = self.folder / "damaged" / f"{step}_{time.time_ns()}"
+            aside.parent.mkdir(exist_ok=True)
+            (self.latest.directory / str(step)).rename(aside)
+        multihost_utils.sync_global_devices(f"moved {step}")
+        self.latest.reload()
 
     def best_params(self, params: Any) -> Any:
         """The best parameters to act with, or without an evaluation the newest ones.
 
-        `params` has their shapes.
+        `params` has their shapes. UsageError if they are damaged.
         """
-        if self.best.best_step() is None:
-            return read(self.latest, self.latest_step(), "params", params)
-        return read(self.best, self.best.best_step(), "params", params)
+        manager, step = self.best, self.best.best_step()
+        try:
+            if step is None:
+                manager, step = self.latest, self.latest_step()
+                sums = self.about(step)["checksums"]["params"]
+            else:
+                sums = manager.metrics(step).get("checksums", {})
+            return read(manager, step, "params", params, sums)
+        except UsageError:
+            raise
+        except Exception as error:
+            text = f"{manager.directory / str(step)} cannot be read: {first_line(error)}"
+            raise UsageError(text) from error
 
     def latest_step(self) -> int:
         """The step of the newest checkpoint."""
@@ -129,10 +170,38 @@ def names(tree: Any) -> list[str]:
     return [keystr(path, simple=True, separator=".") for path, _ in tree_leaves_with_path(tree)]
 
 
-def read(manager: ocp.CheckpointManager, step: int, item: str, wanted: Any) -> Any:
+def checksums(tree: Any) -> dict[str, int]:
+    """A checksum of each leaf, by its name. Without those that other hosts have a part of."""
+    sums = {}
+    for name, x in zip(names(tree), jax.tree.leaves(tree), strict=True):
+        if x.is_fully_addressable or x.is_fully_replicated:
+            x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            data: Any = np.asarray(x).reshape(-1).view(np.uint8)
+            sums[name] = zlib.crc32(data)
+    return sums
+
+
+def is_of_the_machine(error: Exception) -> bool:
+    """Whether an error of reading is about memory, files or rights, and not about contents."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return False
+    numbers = re.findall(r"OS error (\d+)", str(error))  # of tensorstore, which has its own errors
+    is_of_os = any(int(number) != errno.ENOENT for number in numbers)
+    return is_of_os or isinstance(error, OSError | MemoryError) or "RESOURCE_EXH" in str(error)
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of what an error says."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+
+
+def read(
+    manager: ocp.CheckpointManager, step: int, item: str, wanted: Any, sums: dict[str, int]
+) -> Any:
     """An item of a checkpoint, as a pytree like `wanted`, whose leaves are found by their names.
 
-    UsageError if a leaf is missing here or there, or has another shape.
+    UsageError if a leaf is missing here or there, or has another shape. ValueError if a checksum of
+    `sums` is another.
     """
     folder = manager.directory / str(step) / item
     saved = ocp.StandardCheckpointHandler().metadata(folder).tree
@@ -153,6 +222,9 @@ def read(manager: ocp.CheckpointManager, step: int, item: str, wanted: Any) -> A
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
     restored = manager.restore(step, args=args)[item]
     found = dict(zip(shapes, jax.tree.leaves(restored), strict=True))
+    for name, number in checksums(found).items():
+        if sums.get(name, number) != number:
+            raise ValueError(f"{name} has another checksum than when it was saved")
     return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in leaves])
 
 

@@ -67,14 +67,18 @@ class Experiment(AbstractContextManager):
         learned = learned or (lambda: self.learned)
         return self.keeper.saves_on_error(envs, step, learned, self.log.recent_returns)
 
-    def end_iteration(self, end: int, state: Any, params: Any, metrics: dict, rollout: Any) -> bool:
+    def count_episodes(self, step: int, rollout: Any) -> None:
+        """Keeps the returns of the episodes that end in a rollout, which began at `step`."""
+        check_rollout(rollout, self.run, step)
+        self.log.count_episodes(step, rollout)
+
+    def end_iteration(self, end: int, state: Any, params: Any, metrics: dict) -> bool:
         """Logs, saves and evaluates what is due at step `end`. Returns whether the run is over."""
         run = self.run
         step = end - self.agent.steps_per_iteration
-        check_rollout(rollout, run, step)
         check_metrics(metrics)
         self.learned = (state, params)
-        is_last = self.log.end_iteration(end, state, params, metrics, rollout)
+        is_last = self.log.end_iteration(end, state, params, metrics)
         if is_last or is_due(run.log_interval, step, end):
             check_finite(params, self.log.folder)
             self.keeper.write_experience(state)

@@ -1,25 +1,19 @@
 """The folder of a run: its flags, its lock, what is saved in it, and how the run ends."""
 
 import errno
-import fcntl
 import json
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from cleanreplay import agents, tracking, usage
+from cleanreplay import agents, files, terminal, tracking, usage
 from cleanreplay.checkpoints import Checkpoints
 from cleanreplay.errors import NotFiniteError, UsageError
 
-STOPPING = b"\nstopping after this iteration; once more ends the run without saving\n"
 DONATED = (
     "`state` is overwritten while a thread learns from it: use it after `learning.result()`, or "
     "take what you need before `submit`"
@@ -57,7 +51,8 @@ class Keeper(AbstractContextManager):
         self.before = usage.check_resume(args, run) if run.resume else (run, args)
 
     def __enter__(self) -> "Keeper":
-        self.on_exit.callback(note_signals(self.stop, self.run.vectorization == "async"))
+        has_processes = self.run.vectorization == "async"
+        self.on_exit.enter_context(terminal.noted_signals(self.stop, has_processes))
         return self
 
     def begin(self, init: Callable, on_resume: Callable) -> Any:
@@ -65,29 +60,40 @@ class Keeper(AbstractContextManager):
 
         Sets `first_step` and `recent_returns`.
         """
-        run, args = self.run, self.agent.args
+        run = self.run
+        is_first_process = jax.process_index() == 0
         usage.check_memory(init)
-        if run.track:
-            tracking.init_wandb(self.folder.name, vars(run) | vars(args))
         self.folder.mkdir(parents=True, exist_ok=True)
+        if is_first_process:
+            self.on_exit.enter_context(locked(self.folder))
+        if run.track:
+            tracking.init_wandb(self.folder.name, vars(run) | vars(self.agent.args))
         self.checkpoints = Checkpoints(self.folder, saves=run.checkpoint_interval > 0)
         state = init()
         if run.resume:
-            steps = self.checkpoints.latest_step()
-            if args.total_timesteps < min(steps, self.before[1].total_timesteps):
-                text = f"{steps} steps were made, more than {args.total_timesteps}"
-                raise UsageError(f"resume: {text}")
-            self.first_step, state, self.recent_returns = self.checkpoints.restore(state)
-            state = on_resume(state)
+            state = on_resume(self.restore(state))
         self.vault = open_vault(self.agent, run, self.folder, self.script)
-        if jax.process_index() == 0:
-            self.on_exit.callback(lock(self.folder))
-            flags = {"script": str(self.script), "run": vars(self.before[0]), "args": vars(args)}
-            (self.folder / "args.json").write_text(usage.to_json(flags))
-            tracking.write_origin(self.folder, self.first_step, self.script)
+        if is_first_process:
+            self.write_flags()
         if run.track:
             self.on_exit.callback(tracking.log_videos, self.folder, self.first_step)
         return state
+
+    def restore(self, state: Any) -> Any:
+        """The State of the newest checkpoint. `state` has its shapes, and is used up."""
+        steps = self.checkpoints.latest_step()
+        total = self.agent.args.total_timesteps
+        if total < min(steps, self.before[1].total_timesteps):
+            raise UsageError(f"resume: {steps} steps were made, more than {total}")
+        self.first_step, state, self.recent_returns = self.checkpoints.restore(state)
+        return state
+
+    def write_flags(self) -> None:
+        """Writes args.json, and adds to run.json."""
+        flags = {"run": vars(self.before[0]), "args": vars(self.agent.args)}
+        text = usage.to_json({"script": str(self.script)} | flags)
+        files.write_whole(self.folder / "args.json", text)
+        tracking.write_origin(self.folder, self.first_step, self.script)
 
     def write_header(self, writer: Any) -> None:
         """Writes the flags to the event file of an agent."""
@@ -120,10 +126,13 @@ class Keeper(AbstractContextManager):
             yield
         except Exception as error:
             error.add_note(f"in {self.run.env_id} at step {step} of {self.folder}")
-            close_if_killed(envs, error)
+            end_processes(envs, error)
             if step > self.first_step:
                 state, params, *_ = learned()
-                self.save(step, state, params, recent)
+                try:
+                    self.save(step, state, params, recent)
+                except NotFiniteError as diverged:
+                    error.add_note(f"not saved: {diverged}")
             raise
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -160,60 +169,28 @@ def open_vault(agent: Any, run: Any, folder: Path, script: Path) -> Any:
     return Vault(folder / "experience", agent.stored_step, agent.args.num_envs, about=about)
 
 
-def lock(folder: Path) -> Callable[[], None]:
-    """Keeps other processes from training in the folder, until the function it returns is called.
-
-    UsageError if one does.
-    """
-    file = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise UsageError(f"resume: another process trains in {folder}") from error
-    return file.close
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """In `with`, no other process trains in the folder. UsageError if one does."""
+    with (folder / ".lock").open("w") as file:
+        if not files.lock(file, folder):
+            raise UsageError(f"another process trains in {folder}")
+        yield
 
 
-def note_signals(stop: list, has_processes: bool) -> Callable[[], None]:
-    """From now on Ctrl-C, SIGTERM and SIGHUP are appended to `stop`, which ends the run.
+def end_processes(envs: Any, error: Exception) -> None:
+    """Ends the processes of gymnasium.vector.AsyncVectorEnv after an error in a step.
 
-    A second of the same kind ends the process. Returns a function that undoes this.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    before: dict = {}
-
-    def note(number: int, _: Any) -> None:
-        os.write(2, STOPPING)  # print could be interrupted while it prints
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    if has_processes:
-        # A terminal signals the processes of the environments, too. Training needs them until then.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        forkserver.ensure_running()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        before[number] = signal.signal(number, note)
-
-    def undo() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    return undo
-
-
-def close_if_killed(envs: Any, error: Exception) -> None:
-    """If processes of gymnasium.vector.AsyncVectorEnv were killed, names them in a note.
-
-    It ends the others at once: `close` would wait for the dead ones, or fail.
+    `close` would wait for answers that never come. A note names those that were killed before.
     """
     processes = getattr(envs.unwrapped, "processes", [])
-    if not processes or not isinstance(error, EOFError | ConnectionError):
+    if not processes:
         return
+    if isinstance(error, EOFError | ConnectionError):
+        for process in processes:
+            process.join(timeout=0.5)
+        dead = [process.name for process in processes if not process.is_alive()]
+        error.add_note(f"killed: {', '.join(dead)}")
     for process in processes:
-        process.join(timeout=0.5)
-    dead = [process.name for process in processes if not process.is_alive()]
-    error.add_note(f"killed: {', '.join(dead)}")
-    for process in processes:
-        process.terminate()
+        process.kill()  # they ignore SIGTERM
     envs.unwrapped.closed = True

@@ -17,7 +17,9 @@ import jax
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.plugins.text.summary_v2 import text_pb
+from tqdm import tqdm
 
+from cleanreplay import files
 from cleanreplay.errors import UsageError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "gymnasium", "numpy")
@@ -71,7 +73,7 @@ def write_header(writer: Any, flags: dict[str, Any], begin: int) -> None:
 def write_origin(folder: Path, begin: int, script: Path) -> None:
     """Adds to run.json with what `script` trains from step `begin` on: one entry a resume."""
     file = folder / "run.json"
-    starts = json.loads(file.read_text()) if file.exists() else []
+    starts = read_origin(file)
     commit = ""
     if shutil.which("git"):
         describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -91,6 +93,19 @@ def write_origin(folder: Path, begin: int, script: Path) -> None:
             "versions": {name: version(name) for name in PACKAGES},
         }
     )
-    new = folder / ".run.json"  # a process that is killed leaves the old file or the new one
-    new.write_text(json.dumps(starts, indent=1))
-    new.replace(file)
+    files.write_whole(file, json.dumps(starts, indent=1))
+
+
+def read_origin(file: Path) -> list:
+    """What run.json says. A damaged one is moved aside: the run does not depend on it."""
+    try:
+        starts = json.loads(file.read_text())
+        if isinstance(starts, list):
+            return starts
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        pass
+    aside = file.replace(file.with_name(f"run.json.damaged_{time.time_ns()}"))
+    tqdm.write(f"{file} was damaged and is now {aside.name}: its record begins anew")
+    return []

@@ -13,7 +13,7 @@ import gymnasium as gym
 import jax
 from tqdm import tqdm
 
-from cleanreplay import processes
+from cleanreplay import processes, terminal
 from cleanreplay.errors import UsageError
 
 INT32 = 2**31 - 1
@@ -44,17 +44,20 @@ LIMITS: dict[tuple, tuple] = {
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
 
 
-def prepare(flags: Any, parse: Callable) -> Any:
+def parse(parse_flags: Callable) -> Any:
     """The flags (Run, Args) of the command line. With --resume, that run's are the defaults.
 
-    With --distributed, this process joins the others.
+    `parse_flags(default=...)` reads the command line. With --distributed, this process joins the
+    others.
     """
+    terminal.give_up_dead_streams()
+    flags = parse_flags()
     run, args = flags
     if run.resume:
         defaults = read_flags(run.resume, type(run), type(args))
-        flags = parse(default=type(flags)(*defaults))
-    if run.distributed:
-        processes.join(run.distributed)
+        flags = parse_flags(default=type(flags)(*defaults))
+    if flags[0].distributed:
+        processes.join(flags[0].distributed)
     return flags
 
 

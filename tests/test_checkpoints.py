@@ -471,13 +471,13 @@ def saved_run(tmp_path, monkeypatch):
     return folder, args, dqn_jax.Run(**run, resume=str(folder))
 
 
-def test_a_damaged_checkpoint_is_deleted_and_the_run_goes_on_from_the_one_before(saved_run, capsys):
+def test_a_damaged_checkpoint_is_moved_and_the_run_goes_on_from_the_one_before(saved_run, capsys):
     folder, args, run = saved_run
     for path in (folder / "checkpoints/200/state").rglob("*"):
         if path.is_file():
             path.write_bytes(b"damaged")
     dqn_jax.train(args, run)
-    text = "checkpoint 200 is damaged and deleted: the run goes on from 100"
+    text = f"200 is damaged and was moved to {folder}/damaged: the run goes on from 100"
     assert text in capsys.readouterr().out
     assert logged_steps(folder) == [50, 100, 150, 200]
     assert checkpoint_steps(folder) == [100, 200]

@@ -32,7 +32,7 @@ def test_the_episodes_of_counter_are_counted(tmp_path):
     with make_log(tmp_path, num_envs=2) as log:
         for _ in range(5):
             rollout, state = dqn_jax.collect_rollout(agent, envs, jnp.zeros(9), state, None, 0)
-            log.count_episodes(rollout)
+            log.count_episodes(0, rollout)
             unfinished.append(log.unfinished[:, 0].tolist())
     envs.close()
     returns, lengths = np.transpose(log.ended).tolist()
@@ -53,7 +53,7 @@ def test_episodes_are_counted_as_in_a_plain_loop(tmp_path):
         for _ in range(30):
             rollout, resetting = random_rollout(rng, 6, resetting)
             rollout = rollout._replace(reward=np.round(8 * rollout.reward))  # exact sums
-            log.count_episodes(rollout)
+            log.count_episodes(0, rollout)
             for t in range(6):
                 totals += np.where(rollout.valid[t], [rollout.reward[t], np.ones(n)], 0)
                 for i in np.flatnonzero(rollout.terminated[t] | rollout.truncated[t]):
@@ -86,11 +86,9 @@ def test_a_log_entry_has_means_of_what_was_counted_since_the_last_one(tmp_path):
 
 
 def test_an_iteration_is_logged_where_its_interval_is_crossed_and_at_the_end(tmp_path):
-    rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(30, bool))
     with make_log(tmp_path, num_envs=30, total_timesteps=2_200) as log:
         is_over = [
-            log.end_iteration(end, None, None, {"end": end}, rollout)
-            for end in range(300, 2_401, 300)
+            log.end_iteration(end, None, None, {"end": end}) for end in range(300, 2_401, 300)
         ]
     assert is_over == [False] * 7 + [True]
     points = read_events(tmp_path)[0]["end"]
@@ -98,9 +96,8 @@ def test_an_iteration_is_logged_where_its_interval_is_crossed_and_at_the_end(tmp
 
 
 def test_a_run_is_over_when_a_signal_came_and_its_last_iteration_is_logged(tmp_path):
-    rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(1, bool))
     with make_log(tmp_path, num_envs=1) as log:
-        assert not log.end_iteration(10, None, None, {"end": 10}, rollout)
+        assert not log.end_iteration(10, None, None, {"end": 10})
         log.stop.append(15)
-        assert log.end_iteration(20, None, None, {"end": 20}, rollout)
+        assert log.end_iteration(20, None, None, {"end": 20})
     assert read_events(tmp_path)[0]["end"] == [(20, 20)]

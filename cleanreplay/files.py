@@ -1,0 +1,38 @@
+"""Files that others may read or write at the same time."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replaces a file. A process that is killed leaves the old one or the new one."""
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(text)
+    new.replace(file)
+
+
+def lock(file: Any, where: Path) -> bool:
+    """Locks an open file until it is closed. Returns False if another process has locked it.
+
+    Where there are no locks it says so, and returns True. `where` is named in the message.
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        tqdm.write(f"{where}: no locks on Windows, so nothing keeps a second process out")
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        what = f"its file system has no locks ({error.strerror})"
+        tqdm.write(f"{where}: {what}, so nothing keeps a second process out")
+    return True

@@ -1,0 +1,90 @@
+"""The terminal of a run: its signals, and streams that nobody reads any more."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+STOPPING = b"\nstopping after this iteration; once more ends the run without saving\n"
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+
+
+@contextmanager
+def noted_signals(stop: list, has_processes: bool) -> Iterator[None]:
+    """In `with`, Ctrl-C, SIGTERM and SIGHUP are appended to `stop`, which ends the run.
+
+    A second of the same kind ends the process. What was ignored stays ignored, as under nohup.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+    def note(number: int, _: Any) -> None:
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, STOPPING)  # print could be interrupted while it prints
+
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        if has_processes:
+            ignore_in_processes(numbers)
+        for number in numbers:
+            signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_in_processes(numbers: list) -> None:
+    """Processes of environments will ignore these signals, which reach a whole group.
+
+    Training needs them until it ends.
+    """
+    from multiprocessing import forkserver  # not on Windows
+
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)  # inherited by the process that makes them
+    forkserver.ensure_running()
+
+
+class Stream:
+    """A stream of text that is given up as soon as it cannot be written to."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes a text, or from the first failure on nothing."""
+        self.attempt(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what was kept back."""
+        self.attempt(self.stream.flush)
+
+    def attempt(self, function: Callable, *given: Any) -> None:
+        """Calls a function of the stream. If it fails, all that is written goes nowhere."""
+        try:
+            function(*given)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+
+
+def give_up_dead_streams() -> None:
+    """From now on, a terminal that is closed or a pipe that nobody reads raises no error."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Stream):
+            setattr(sys, name, Stream(stream))
