@@ -627,7 +627,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # with it `act` takes 3 times as long
     stop = [] if stop is None else stop
     name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**3}"
-    folder = Path(run.resume or "runs/" + re.sub("[/:]", "-", name)).absolute()
+    folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
     if cleanreplay:
         cleanreplay.usage.check(args, run)
     make_more = partial(make_envs, args, run)

@@ -1,6 +1,8 @@
 """What several test files share: flags and results of short runs; items and settings of buffers."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -42,6 +44,16 @@ def one_line(result, code=2):
 
 
 ROOT = Path(__file__).parent.parent
+
+
+def start_python(folder, *arguments, **options):
+    """A process of its own, in which scripts and the tests' environments can be imported."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        **dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | options,
+    )
 
 
 def make_agent(script, args, run, **options):

@@ -22,7 +22,17 @@ import optax
 import pytest
 from environments import Chain
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
-from helpers import COUNTER, ROOT, SMALL_DQN, make_agent, make_trainer, one_line, read_events, slow
+from helpers import (
+    COUNTER,
+    ROOT,
+    SMALL_DQN,
+    make_agent,
+    make_trainer,
+    one_line,
+    read_events,
+    slow,
+    start_python,
+)
 
 import dqn_jax
 import per_dqn_jax
@@ -231,18 +241,6 @@ def test_a_resume_takes_the_flags_of_the_folder_and_more_steps(run_main):
     _, table = read_events(folder)
     assert "|gamma|0.5|" in table
     assert f"|resume|{folder}|" in table
-
-
-def start_python(folder, *arguments):
-    """A process of its own, in which scripts and the tests' environments can be imported."""
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def start(folder, *flags):
