@@ -174,7 +174,7 @@ def open_vault(agent: Any, run: Any, folder: Path, script: Path) -> Any:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """In `with`, no other process trains in the folder. UsageError if one does."""
-    with (folder / ".lock").open("w") as file:
+    with (folder / ".lock").open("a") as file:
         if not files.lock(file, folder):
             raise UsageError(f"another process trains in {folder}")
         yield

@@ -9,7 +9,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import environments  # noqa: F401  registers the environments
+import environments
+import gymnasium as gym
 import jax
 import numpy as np
 import pytest
@@ -133,12 +134,13 @@ def start(folder, flags):
     )
 
 
-def test_ctrl_c_in_a_terminal_keeps_a_checkpoint_and_prints_no_traceback(tmp_path):
-    """It goes to all processes, also to those of the environments."""
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM), slow(signal.SIGHUP)])
+def test_a_signal_to_all_processes_keeps_a_checkpoint_and_prints_no_traceback(number, tmp_path):
+    """As a terminal and SLURM send it, also to those of the environments."""
     process = start(tmp_path, "--env-id environments:Counter-v0 --total-timesteps 40000")
     assert process.stdout.readline().endswith(": 2 x environments:Counter-v0, cpu\n")
     assert process.stdout.readline().startswith("2,0")  # a twentieth of the steps
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
@@ -160,6 +162,27 @@ def test_an_environment_that_fails_is_named_and_keeps_a_checkpoint(tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     assert last == f"in environments:Failing-v0 at step 1280 of {folder}"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["1280"]
+
+
+class ChangingInfos(environments.Counter):
+    """Now and then two of them have infos of two types, which fit into no array."""
+
+    def step(self, action):
+        *others, _ = super().step(action)
+        return (*others, {"x": "text" if self.np_random.random() < 0.5 else 1})
+
+
+gym.register("ChangingInfos-v0", ChangingInfos)
+
+
+@pytest.mark.slow
+def test_an_error_between_two_answers_of_the_processes_is_shown(tmp_path):
+    """`close` would wait for ever for an answer that was read already."""
+    process = start(tmp_path, "--env-id test_async_envs:ChangingInfos-v0 --total-timesteps 2000")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "ValueError: invalid literal for int() with base 10: 'text'" in err
+    assert "in test_async_envs:ChangingInfos-v0 at step " in err
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Checkpoints and runs that go on; what is left of a run that is stopped or fails."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -481,6 +482,83 @@ def test_a_damaged_checkpoint_is_moved_and_the_run_goes_on_from_the_one_before(s
     assert checkpoint_steps(folder) == [100, 200]
 
 
+def test_a_resume_moves_no_checkpoint_that_the_machine_cannot_read_now(saved_run, monkeypatch):
+    folder, args, run = saved_run
+    read = checkpoints.read
+
+    def read_once(manager, step, *others):
+        monkeypatch.setattr(checkpoints, "read", read)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(checkpoints, "read", read_once)
+    with pytest.raises(UsageError, match=r"checkpoint 200 cannot be read now: .*Stale file handle"):
+        dqn_jax.train(args, run)
+    assert checkpoint_steps(folder) == [100, 200]
+    dqn_jax.train(args, run)
+    assert not (folder / "damaged").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EIO, "Input/output error"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (MemoryError(), True),
+        (ValueError("INTERNAL: Error reading x [OS error 5: EIO Input/output error]"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 80 bytes"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file"), False),
+        (ValueError("NOT_FOUND: Error opening x [OS error 2: ENOENT No such file]"), False),
+        (ValueError("Expecting value: line 1 column 1"), False),
+    ],
+)
+def test_errors_of_the_machine_are_told_from_damage(error, expected):
+    assert checkpoints.is_of_the_machine(error) is expected
+
+
+def with_one_number_changed(tree):
+    """The tree, but for a number of its largest leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    i = max(range(len(leaves)), key=lambda i: leaves[i].size)
+    leaves[i] = leaves[i].ravel().at[3].add(1).reshape(leaves[i].shape)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def test_a_number_that_comes_back_as_another_is_damage(saved_run, monkeypatch, capsys):
+    """As after a flipped bit, which the format may not notice."""
+    folder, args, run = saved_run
+    restore = checkpoints.ocp.CheckpointManager.restore
+
+    def restore_wrongly(manager, step, args):
+        restored = restore(manager, step, args=args)
+        if step == 200 and "state" in restored:
+            return {"state": with_one_number_changed(restored["state"])}
+        return restored
+
+    monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "restore", restore_wrongly)
+    dqn_jax.train(args, run)
+    assert "has another checksum" in capsys.readouterr().out
+
+
+def test_a_damaged_best_agent_is_one_line(saved_run):
+    folder, args, run = saved_run
+    dqn_jax.train(args, replace(run, eval_episodes=1))
+    for path in (folder / "best/200/params").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    with pytest.raises(UsageError, match="best/200 cannot be read"):
+        load_policy(folder)
+
+
+def test_a_damaged_record_is_moved_and_begins_anew(saved_run, capsys):
+    folder, args, run = saved_run
+    (folder / "run.json").write_text('[{"step": 0,')
+    dqn_jax.train(args, run)
+    assert "run.json was damaged and is now run.json.damaged" in capsys.readouterr().out
+    (aside,) = folder.glob("run.json.damaged*")
+    assert aside.read_text() == '[{"step": 0,'
+    assert len(json.loads((folder / "run.json").read_text())) == 1
+
+
 def test_a_script_with_other_layers_names_the_first_that_differs(saved_run, monkeypatch):
     folder, args, run = saved_run
 
@@ -554,10 +632,10 @@ def test_a_policy_of_the_old_version_is_loaded_with_the_file_of_its_script(old_a
 
 def test_two_processes_do_not_train_in_one_folder(saved_run):
     folder, args, run = saved_run
-    unlock = keeper.lock(folder)
-    with pytest.raises(UsageError, match="another process trains in"):
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with keeper.locked(folder), pytest.raises(UsageError, match="another process trains in"):
         dqn_jax.train(args, run)
-    unlock()
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     dqn_jax.train(args, run)
 
 

@@ -1,17 +1,21 @@
-"""cleanreplay/keeper.py: what is left of a run whose environments die."""
+"""cleanreplay/keeper.py: how a run ends, and what is left of one that fails."""
 
+import errno
 import itertools
+import math
 import os
 import signal
 from pathlib import Path
 from threading import Timer
 
-import environments  # noqa: F401  registers the environments
+import environments
+import gymnasium as gym
 import pytest
 from helpers import COUNTER, SMALL_DQN, SMALL_PPO, slow
 
 import dqn_jax
 import ppo_jax
+from cleanreplay import UsageError, keeper, load_policy, terminal, tracking
 
 
 def kill_in_rollout(script, number, which, monkeypatch):
@@ -58,3 +62,96 @@ def test_a_killed_process_is_named_and_what_was_learned_is_saved(
     for process in processes:
         process.join(timeout=20)
         assert not process.is_alive()
+
+
+class FailingReset(environments.Counter):
+    def reset(self, **kwargs):
+        raise RuntimeError("no first observation")
+
+
+def fail(*given, **named):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+gym.register("FailingReset-v0", FailingReset)
+
+
+def handlers():
+    return [signal.getsignal(getattr(signal, name)) for name in terminal.SIGNALS]
+
+
+def test_if_the_first_reset_fails_the_run_is_closed_and_the_error_says_where():
+    before = handlers()
+    run = dqn_jax.Run(**COUNTER | dict(env_id="FailingReset-v0"))
+    with pytest.raises(RuntimeError, match="no first observation") as caught:
+        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
+    (folder,) = Path("runs").absolute().iterdir()
+    assert caught.value.__notes__ == [f"in FailingReset-v0 at step 0 of {folder}"]
+    assert handlers() == before
+    with keeper.locked(folder):
+        pass
+
+
+@pytest.mark.parametrize("env_id", ["environments:Counter-v0", "phys2d/CartPole-v1"])
+def test_if_its_record_cannot_be_written_the_run_is_closed(env_id, monkeypatch):
+    """In ordinary and in compiled runs."""
+    before = handlers()
+    monkeypatch.setattr(tracking, "write_origin", fail)
+    run = dqn_jax.Run(**COUNTER | dict(env_id=env_id))
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
+    (folder,) = Path("runs").absolute().iterdir()
+    assert caught.value.__notes__ == [f"in {env_id}, {folder}"]
+    assert handlers() == before
+    with keeper.locked(folder):
+        pass
+
+
+def test_a_new_run_in_the_folder_of_another_one_is_told():
+    folder = Path("runs")
+    folder.mkdir()
+    with keeper.locked(folder), pytest.raises(UsageError, match=r"^another process trains in runs"):
+        keeper.locked(folder).__enter__()
+
+
+@pytest.mark.parametrize("name", ["dqn[lr=1e-3]", "dqn\\lr"])
+def test_a_name_with_signs_that_orbax_cannot_read_is_written_with_others(name):
+    args = dqn_jax.Args(**SMALL_DQN)
+    run = dqn_jax.Run(**COUNTER, exp_name=name)
+    _, _, folder = dqn_jax.train(args, run)
+    assert "dqn-lr" in folder.name
+    load_policy(folder, dqn_jax.__file__)
+
+
+def test_a_folder_that_orbax_cannot_read_is_refused(tmp_path, monkeypatch):
+    parent = tmp_path / "a[b"
+    parent.mkdir()
+    monkeypatch.chdir(parent)
+    with pytest.raises(UsageError, match="could not be read, because of"):
+        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
+    assert list(parent.iterdir()) == []
+
+
+class NotFiniteThenFailing(environments.Counter):
+    """From step 60 on its rewards are NaN, and at step 70 it fails."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        observation, reward, *others = super().step(action)
+        if self.steps == 70:
+            raise RuntimeError("the simulator is gone")
+        return (observation, math.nan if self.steps > 60 else reward, *others)
+
+
+gym.register("NotFiniteThenFailing-v0", NotFiniteThenFailing)
+
+
+def test_an_error_of_the_environment_is_shown_although_its_numbers_spoiled_the_agent():
+    run = dqn_jax.Run(**COUNTER | dict(env_id="NotFiniteThenFailing-v0"))
+    with pytest.raises(RuntimeError, match="the simulator is gone") as caught:
+        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
+    where, not_saved = caught.value.__notes__
+    assert where.startswith("in NotFiniteThenFailing-v0 at step ")
+    assert not_saved.endswith("diverged, parameters are not finite")

@@ -117,7 +117,8 @@ def test_a_run_whose_output_nobody_reads_ends_as_any_other(tmp_path):
     process = start_python(tmp_path, str(ROOT / "dqn_jax.py"), *COUNTER, *flags)
     process.stdout.readline()
     process.stdout.close()
-    err = process.stderr.read()
+    with process.stderr:
+        err = process.stderr.read()
     assert process.wait(timeout=60) == 0, err
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
