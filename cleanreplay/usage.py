@@ -11,12 +11,14 @@ from typing import Any
 
 import gymnasium as gym
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from cleanreplay import processes, terminal
 from cleanreplay.errors import UsageError
 
 INT32 = 2**31 - 1
+POSITIVE = float(np.finfo(np.float32).tiny)  # as a limit it means: more than 0
 # The least and the largest value of flags with these names. No other flag is limited.
 LIMITS: dict[tuple, tuple] = {
     (1, INT32): (
@@ -36,9 +38,10 @@ LIMITS: dict[tuple, tuple] = {
         *("importance_exponent", "priority_max_fraction", "critic_dropout"),
     ),
     (0, math.inf): (
-        *("learning_rate", "policy_lr", "q_lr", "adam_epsilon", "max_grad_norm", "clip_coef"),
-        *("alpha", "target_kl", "priority_exponent", "priority_epsilon"),
+        *("learning_rate", "policy_lr", "q_lr", "clip_coef", "alpha", "target_kl"),
+        *("priority_exponent", "priority_epsilon"),
     ),
+    (POSITIVE, math.inf): ("adam_epsilon", "max_grad_norm"),
 }
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
@@ -86,6 +89,8 @@ def check_flag(name: str, value: Any, expected: Any) -> None:
 
 def in_words(least: float, largest: float) -> str:
     """The limits of a flag."""
+    if least == POSITIVE:
+        return "more than 0"
     if largest == math.inf:
         return f"{least} or more"
     if largest == 1:

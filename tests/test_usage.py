@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from environments import Counter
 from gymnasium.spaces import Box
-from helpers import SMALL_DQN, make_agent, one_line
+from helpers import SMALL_DQN, make_agent, one_line, read_events, slow
 
 import dqn_jax
+import per_dqn_jax
 import ppo_jax
+import r2d2_jax
+import sac_jax
 from cleanreplay import checkpoints, usage
 
 
@@ -192,6 +195,7 @@ MISTAKES = [
     ("--buffer-size 536870912", "buffer_size must be from 1 to 2**29 - 1"),
     ("--learning-rate=-1", "learning_rate must be 0 or more, not -1.0"),
     ("--learning-rate nan", "learning_rate must be a finite number, not nan"),
+    ("--adam-epsilon 0", "adam_epsilon must be more than 0, not 0.0"),
     ("--gamma 1.5", "gamma must be from 0 to 1, not 1.5"),
     ("--start-e 2", "start_e must be from 0 to 1, not 2.0"),
     (
@@ -221,6 +225,24 @@ MISTAKES = [
 def test_a_mistake_is_one_line_with_exit_code_2_and_no_folder(flags, message, run_main, tmp_path):
     assert message in one_line(run_main(dqn_jax, *flags.split()))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("script", [ppo_jax, r2d2_jax])
+def test_a_gradient_of_norm_0_is_refused(script, run_main):
+    line = one_line(run_main(script, "--max-grad-norm", "0"))
+    assert line == "error: max_grad_norm must be more than 0, not 0.0"
+
+
+@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax), slow(sac_jax)])
+def test_the_largest_counts_of_steps_begin_to_learn(script):
+    """A target network that never moves, and a run that a signal ends."""
+    largest = dict(total_timesteps=2**31 - 1, target_network_frequency=2**31 - 1)
+    small = dict(learning_starts=8, batch_size=8, buffer_size=100, train_frequency=1)
+    env_id = "Pendulum-v1" if script is sac_jax else "environments:Counter-v0"
+    run = script.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
+    args = script.Args(**largest, **small, gradient_steps=4)
+    _, _, folder = script.train(args, run, stop=["at once"])
+    assert read_events(folder)[0]["charts/gradient_steps"] == [(1, 0.0)]
 
 
 @pytest.mark.parametrize(
