@@ -32,7 +32,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from cleanreplay import images, processes
+from cleanreplay import images, processes, spaces
 from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, is_due, log_returns, play_episodes
@@ -552,7 +552,8 @@ def train(
     check_flags(trainer.args, run)
     kept_run = replace(run, distributed="", track=run.track and jax.process_index() == 0)
     folder = processes.same_folder(folder)
-    with Keeper(trainer.agent, kept_run, folder, script, stop) as keeper, ExitStack() as stack:
+    keeper = Keeper(trainer.agent, kept_run, folder, script, stop, spaces.of_envs(make_envs))
+    with keeper, ExitStack() as stack:
         runner = keeper.begin(trainer.init, on_resume=lambda runner: runner)
         keeper.write_experience(runner.agent)
         returns = np.array(keeper.recent_returns or [math.nan] * run.num_seeds)

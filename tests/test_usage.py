@@ -216,7 +216,7 @@ MISTAKES = [
     ("--env-id environments:Chain-v0 --num-seeds 2 --save-experience", "save_experience"),
     ("--distributed localhost", "distributed"),
     ("--distributed localhost:1,two,0", "distributed"),
-    ("--resume .", "resume: . is not the folder of a run"),
+    ("--resume .", "error: . is not the folder of a run"),
     ("--env-id environments:VectorOnly-v0 --capture-video", "cannot record a video"),
 ]
 
