@@ -245,14 +245,19 @@ def memory_limits() -> list[int]:
 
 def cgroup_files() -> set[Path]:
     """Where Linux may say how much memory this process and its groups have."""
-    places = [""]
-    with suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        places += [line.split(":", 2)[2].lstrip("/") for line in lines]
-    groups = {root / place for root in CGROUPS for place in places}
+    groups = {root / place for root in CGROUPS for place in cgroup_places()}
     folders = groups | {parent for group in groups for parent in group.parents}
     names = ("memory.max", "memory.limit_in_bytes")  # of version 2, and of version 1
     return {folder / name for folder in folders for name in names}
+
+
+def cgroup_places() -> list[str]:
+    """Where the groups of this process are below that of the machine or the container."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return [""]
+    return ["", *(line.split(":", 2)[2].lstrip("/") for line in lines)]
 
 
 def read_run(folder: Path | str) -> dict:
