@@ -177,7 +177,7 @@ class DQN:
         exploration_steps = int(args.exploration_fraction * args.total_timesteps)
         self.epsilon_at = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
         period = args.target_network_frequency * args.gradient_steps // args.train_frequency
-        self.target_period = max(period, 1)  # in gradient steps
+        self.target_period = min(max(period, 1), 2**31 - 1)  # in gradient steps
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def init(self, key) -> State:

@@ -9,6 +9,7 @@
     processes     several processes that train together
     images        convolutions, stacks of frames, videos
     vault         experience on disk
+    spaces        the spaces that an agent is made for
     memory_tasks  two environments that take memory
 
 A script imports this package at one place, and this package imports no script. What it needs of an

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from jax.experimental import multihost_utils
 from jax.tree_util import keystr, tree_leaves_with_path
 from tqdm import tqdm
 
-from cleanreplay import usage
+from cleanreplay import spaces, usage
 from cleanreplay.agents import Script
 from cleanreplay.errors import UsageError
 
@@ -174,7 +175,7 @@ def checksums(tree: Any) -> dict[str, int]:
     """A checksum of each leaf, by its name. Without those that other hosts have a part of."""
     sums = {}
     for name, x in zip(names(tree), jax.tree.leaves(tree), strict=True):
-        if x.is_fully_addressable or x.is_fully_replicated:
+        if getattr(x, "is_fully_addressable", True) or x.is_fully_replicated:
             x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
             data: Any = np.asarray(x).reshape(-1).view(np.uint8)
             sums[name] = zlib.crc32(data)
@@ -248,22 +249,54 @@ def truncate_episodes(replay: Any) -> Any:
 
 def load_policy(folder: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
     """See `cleanreplay.load_policy`."""
-    module = import_script(Path(script or usage.read_run(folder)["script"]))
+    saved = usage.read_run(folder)
+    module = import_script(Path(script or saved["script"]))
     run, args = usage.read_flags(folder, module.Run, module.Args)
-    usage.check(args, run)
-    with closing(module.make_envs(args, run, 1)) as envs:
-        agent = module.Agent(args, envs.single_observation_space, envs.single_action_space)
+    usage.check_flags(args, run)
+    agent = module.Agent(args, *spaces_of(saved, partial(module.make_envs, args, run), run))
     like = jax.jit(lambda key: agent.policy_params(agent.init(key)))(jax.random.PRNGKey(0))
-    act = agent.policy(Checkpoints(folder, saves=False).best_params(like))
+    params = Checkpoints(folder, saves=False).best_params(like)
+    act = agent.policy(params)
     example = agent.example_step.observation
 
     def policy(observations: Any, *is_first: Any) -> np.ndarray:
-        if np.shape(observations)[1:] != example.shape:
-            expected = ", ".join(map(str, example.shape))
-            raise ValueError(f"observations must be [N, {expected}], not {np.shape(observations)}")
-        return act(np.asarray(observations, example.dtype), *is_first)
+        observations = as_observations(observations, example)
+        if len(observations) == 0:  # networks take one or more
+            return agent.policy(params)(example[None])[:0]
+        return act(observations, *is_first)
 
     return policy
+
+
+def spaces_of(saved: dict, make_envs: Callable, run: Any) -> list:
+    """The spaces of observations and actions of a run: those in its args.json, or of an old run
+    those of its environment.
+    """
+    known = [saved.get("spaces", {}).get(name) for name in ("observation", "action")]
+    if all(known):
+        return [spaces.from_json(about) for about in known]
+    usage.check_env(run)
+    with closing(make_envs(1)) as envs:
+        return [envs.single_observation_space, envs.single_action_space]
+
+
+def as_observations(given: Any, example: np.ndarray) -> np.ndarray:
+    """Observations [N, ...] as the agent takes them: `example` has shape and dtype of one.
+
+    ValueError if they have another shape, or would be other numbers.
+    """
+    given = np.asarray(given)
+    if given.shape[1:] != example.shape:
+        expected = ", ".join(map(str, example.shape))
+        raise ValueError(f"observations must be [N, {expected}], not {given.shape}")
+    expected = f"observations must be {example.dtype}, as in training"
+    is_float = example.dtype.kind == "f"
+    if given.dtype.kind not in "iub" and not is_float:
+        raise ValueError(f"{expected}, not {given.dtype}")
+    observations = given.astype(example.dtype, copy=False)
+    if not is_float and (observations != given).any():
+        raise ValueError(f"{expected}: numbers from {given.min()} to {given.max()} do not fit")
+    return observations
 
 
 def import_script(file: Path) -> Script:

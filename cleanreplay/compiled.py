@@ -32,7 +32,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from cleanreplay import images, processes
+from cleanreplay import images, processes, spaces
 from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, is_due, log_returns, play_episodes
@@ -205,23 +205,38 @@ def find_jax_env(envs: Any, run: Any) -> Any:
     It must have no other wrappers than those that this module replaces. UsageError if it is None
     and flags ask for several agents, devices or processes.
     """
-    env = envs.unwrapped.envs[0] if isinstance(envs.unwrapped, SyncVectorEnv) else envs.unwrapped
-    wrapped = env
-    while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):
-        env = env.env
-    is_jax_env = hasattr(env, "func_env") and isinstance(env.observation_space, Box)
-    if is_jax_env and run.vectorization == "auto":
-        return wrapped
-    why = "is not written in JAX"
-    if hasattr(wrapped.unwrapped, "func_env"):
-        why = "is not compiled"
-        if run.vectorization == "auto":
-            tqdm.write(f"{run.env_id} {why}, because of its wrappers or observations: {env}")
+    env = envs.unwrapped
+    if isinstance(env, SyncVectorEnv):
+        env = env.envs[0]
+    why = why_not_compiled(envs, env, run)
+    if not why:
+        return env
     if run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
         how = "start a run for each seed instead, see docs/scale.md"
         flags = "num_seeds, num_devices, distributed"
         raise UsageError(f"{flags}: {run.env_id} {why}; {how}")
+    if hasattr(env.unwrapped, "func_env") and run.vectorization == "auto":
+        tqdm.write(f"{run.env_id} {why}")
     return None
+
+
+def why_not_compiled(envs: Any, env: Any, run: Any) -> str:
+    """Why a run steps its environments from Python, "" if it does not: `envs` has one, `env`."""
+    if not hasattr(env.unwrapped, "func_env"):
+        return "is not written in JAX"
+    if run.vectorization != "auto":
+        return f"is not compiled with --vectorization {run.vectorization}"
+    space = env.unwrapped.observation_space
+    if not isinstance(space, Box):
+        return f"is not compiled, because its observations are no Box: {space}"
+    while isinstance(envs, images.FrameStack):  # JaxEnvs stacks frames
+        envs = envs.env
+    while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):
+        env = env.env
+    for wrapped in (envs, env):
+        if wrapped is not wrapped.unwrapped:
+            return f"is not compiled, because of its wrappers: {wrapped}"
+    return ""
 
 
 class RunnerState(NamedTuple):
@@ -239,7 +254,12 @@ class Entry(NamedTuple):
 
     metrics: dict  # of the last iteration, and means of the episodes
     finished: Array  # [3], number, returns and lengths of the episodes
-    finite: Array  # [] bool, whether all parameters are
+    finite: Array  # [3] bool, whether all rewards, observations and parameters are
+
+
+def are_finite(tree: Any) -> Array:
+    """Whether all numbers are finite: [] bool."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
 def count_episodes(runner: RunnerState, rollout: Any) -> RunnerState:
@@ -330,8 +350,11 @@ class Trainer:
         )
         return jax.jit(init_all, out_shardings=shardings)(seeds)
 
-    def iterate(self, runner: RunnerState, step: Array) -> tuple[RunnerState, dict]:
-        """The iteration of an agent that begins at `step`: a rollout, and learning from it."""
+    def iterate(self, runner: RunnerState, step: Array) -> tuple[RunnerState, tuple]:
+        """The iteration of an agent that begins at `step`: a rollout, and learning from it.
+
+        Returns metrics, and whether all rewards and all observations were finite [2].
+        """
         rollout_key, learn_key = jax.random.split(runner.key)
         params = self.agent.policy_params(runner.agent)
         rollout_key = jax.random.fold_in(rollout_key, step)
@@ -345,13 +368,16 @@ class Trainer:
             more["next_observation"] = observation
         learned = self.agent.train_step(runner.agent, rollout, learn_key, step, **more)
         agent, _, metrics, *_ = learned
-        return count_episodes(runner._replace(agent=agent, envs=envs), rollout), metrics
+        rewards_and_observations = (rollout.reward, (rollout.observation, observation))
+        finite = jnp.stack([are_finite(x) for x in rewards_and_observations])
+        runner = count_episodes(runner._replace(agent=agent, envs=envs), rollout)
+        return runner, (metrics, finite)
 
     def run_entry(self, runner: RunnerState, step: Array) -> tuple[RunnerState, Entry]:
         """The iterations of an agent up to the next log entry."""
         steps = step + self.agent.steps_per_iteration * jnp.arange(self.iterations)
         runner = runner._replace(finished=jnp.zeros(3))
-        runner, metrics = jax.lax.scan(self.iterate, runner, steps)
+        runner, (metrics, finite) = jax.lax.scan(self.iterate, runner, steps)
         metrics = jax.tree.map(lambda x: x[-1], metrics)
         check_metrics(metrics)
         number, returns, lengths = runner.finished
@@ -359,9 +385,8 @@ class Trainer:
         any_ended = number > 0
         metrics["charts/episodic_return"] = jnp.where(any_ended, returns / number, jnp.inf)
         metrics["charts/episodic_length"] = jnp.where(any_ended, lengths / number, jnp.inf)
-        params = jax.tree.leaves(self.agent.policy_params(runner.agent))
-        finite = jnp.stack([jnp.isfinite(x).all() for x in params]).all()
-        return runner, Entry(metrics, runner.finished, finite)
+        params = are_finite(self.agent.policy_params(runner.agent))
+        return runner, Entry(metrics, runner.finished, jnp.append(finite.all(axis=0), params))
 
     def run_entries(self, runner: RunnerState, step: Array, num_entries: Array) -> tuple:
         """Trains an agent for a number of log entries: RunnerState, Entry [MAX_ENTRIES, ...]."""
@@ -416,15 +441,33 @@ class Trainer:
 def recent_returns(entries: deque, before: Any) -> np.ndarray:
     """Mean returns [num_seeds] of the last 100 or more episodes, in whole log entries.
 
-    `entries` are `finished` of RunnerState [num_seeds, 3], the newest first; the mean returns are
-    `before` [num_seeds] where no episode ended.
+    `entries` are `finished` of RunnerState [num_seeds, 3], the newest first. Each agent has as many
+    of them as it needs. The mean returns are `before` [num_seeds] where no episode ended.
     """
     total = np.zeros_like(entries[0])
     for finished in entries:
-        total = total + finished
-        if total[:, 0].min() >= 100:
+        needs_more = total[:, :1] < 100
+        if not needs_more.any():
             break
+        total += np.where(needs_more, finished, 0)
     return np.where(total[:, 0] > 0, total[:, 1] / np.maximum(total[:, 0], 1), before)
+
+
+def check_finite(entries: Entry, step: int, interval: int, keeper: Keeper) -> None:
+    """Raises NotFiniteError for the first entry [num_seeds, entries] that is not finite.
+
+    The entries are those of a call that began at `step`.
+    """
+    not_finite = np.argwhere(~entries.finite.swapaxes(0, 1))
+    if len(not_finite) == 0:
+        return
+    entry, agent, what = not_finite[0]
+    begin = step + entry * interval
+    where = f"seed {keeper.run.seed + agent}, between steps {begin:,} and {begin + interval:,}"
+    if what == 2:
+        raise NotFiniteError(f"{keeper.folder}: diverged, parameters are not finite: {where}")
+    name = ("reward", "observation")[what]
+    raise NotFiniteError(f"{keeper.run.env_id}: the {name} is not finite: {where}")
 
 
 def log_entries(logs: list, step: int, interval: int, entries: Entry, seconds: float) -> None:
@@ -509,7 +552,8 @@ def train(
     check_flags(trainer.args, run)
     kept_run = replace(run, distributed="", track=run.track and jax.process_index() == 0)
     folder = processes.same_folder(folder)
-    with Keeper(trainer.agent, kept_run, folder, script, stop) as keeper, ExitStack() as stack:
+    keeper = Keeper(trainer.agent, kept_run, folder, script, stop, spaces.of_envs(make_envs))
+    with keeper, ExitStack() as stack:
         runner = keeper.begin(trainer.init, on_resume=lambda runner: runner)
         keeper.write_experience(runner.agent)
         returns = np.array(keeper.recent_returns or [math.nan] * run.num_seeds)
@@ -553,8 +597,7 @@ def train_loop(
         logs[0].recent_returns.clear()
         logs[0].recent_returns.extend(returns)
         log_entries(logs, step, trainer.interval, entries, seconds)
-        if not entries.finite.all():
-            raise NotFiniteError(f"{keeper.folder}: diverged, parameters are not finite")
+        check_finite(entries, step, trainer.interval, keeper)
         keeper.write_experience(runner.agent)
         is_interrupted = processes.any_process(len(stop) > 0)
         if is_interrupted and not stop:  # the signal came to another process

@@ -9,11 +9,16 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from cleanreplay import images
+from cleanreplay import images, spaces
 from cleanreplay.agents import Agent, Log
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.keeper import Keeper, check_finite
 
+ENDED = (
+    "the processes of the environments ended as they began, and what they print is above. Each "
+    "imports the file that Python was started with: call `train` there under `if __name__ == "
+    '"__main__":`'
+)
 STATISTICS: dict = {"episodic_return": np.mean, "median": np.median, "min": np.min, "max": np.max}
 
 
@@ -36,7 +41,8 @@ class Experiment(AbstractContextManager):
         if self.run.capture_video:
             images.check_video(make_envs)
         self.on_exit = ExitStack()
-        self.keeper = Keeper(agent, self.run, log.folder, script, log.stop)
+        env_spaces = spaces.of_envs(make_envs)
+        self.keeper = Keeper(agent, self.run, log.folder, script, log.stop, env_spaces)
 
     first_step = property(lambda self: self.log.first_step)
     total = property(lambda self: self.log.total)
@@ -112,8 +118,11 @@ class Experiment(AbstractContextManager):
         """The mean return of the last episodes."""
         return self.log.mean_return()
 
-    def __exit__(self, *error: Any) -> None:
-        self.on_exit.__exit__(*error)
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.on_exit.__exit__(kind, error, traceback)
+        is_begun = self.writer is not None
+        if isinstance(error, EOFError | ConnectionError) and not is_begun:
+            raise UsageError(f"vectorization: {ENDED}") from error
 
 
 def log_returns(log: Log, step: int, returns: np.ndarray) -> None:

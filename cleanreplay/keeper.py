@@ -32,14 +32,24 @@ class Keeper(AbstractContextManager):
       folder: is made, or with --resume there already.
       script: the file that trains, which `load_policy` will need.
       stop: in `with`, signals are appended to it.
+      env_spaces: `spaces.of_envs`, which is kept for `load_policy`.
     """
 
-    def __init__(self, agent: Any, run: Any, folder: Path, script: Path | str, stop: list) -> None:
+    def __init__(
+        self,
+        agent: Any,
+        run: Any,
+        folder: Path,
+        script: Path | str,
+        stop: list,
+        env_spaces: dict | None = None,
+    ) -> None:
         self.agent = agent
         self.run = run
         self.folder = folder
         self.script = Path(script).absolute()
         self.stop = stop
+        self.env_spaces = env_spaces or {}
         self.first_step = 0  # of the start or the resume
         self.recent_returns: list = []  # those that were restored
         self.vault: Any = None  # the experience on disk, with --save-experience
@@ -93,7 +103,8 @@ class Keeper(AbstractContextManager):
     def write_flags(self) -> None:
         """Writes args.json, and adds to run.json."""
         flags = {"run": vars(self.before[0]), "args": vars(self.agent.args)}
-        text = usage.to_json({"script": str(self.script)} | flags)
+        about = {"script": str(self.script), "spaces": self.env_spaces}
+        text = usage.to_json(about | flags)
         files.write_whole(self.folder / "args.json", text)
         tracking.write_origin(self.folder, self.first_step, self.script)
 

@@ -4,19 +4,24 @@ import importlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
+from multiprocessing import current_process
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import gymnasium as gym
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from cleanreplay import processes, terminal
 from cleanreplay.errors import UsageError
 
 INT32 = 2**31 - 1
+POSITIVE = float(np.finfo(np.float32).tiny)  # as a limit it means: more than 0
 # The least and the largest value of flags with these names. No other flag is limited.
 LIMITS: dict[tuple, tuple] = {
     (1, INT32): (
@@ -36,37 +41,89 @@ LIMITS: dict[tuple, tuple] = {
         *("importance_exponent", "priority_max_fraction", "critic_dropout"),
     ),
     (0, math.inf): (
-        *("learning_rate", "policy_lr", "q_lr", "adam_epsilon", "max_grad_norm", "clip_coef"),
-        *("alpha", "target_kl", "priority_exponent", "priority_epsilon"),
+        *("learning_rate", "policy_lr", "q_lr", "clip_coef", "alpha", "target_kl"),
+        *("priority_exponent", "priority_epsilon"),
     ),
+    (POSITIVE, math.inf): ("adam_epsilon", "max_grad_norm"),
 }
+CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
+GPU_MEMORY = (
+    ". JAX takes 75% of a GPU: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for more of it, and "
+    "XLA_PYTHON_CLIENT_PREALLOCATE=false where another process uses it"
+)
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
 
 
-def parse(parse_flags: Callable) -> Any:
+def parse(parse_flags: Any) -> Any:
     """The flags (Run, Args) of the command line. With --resume, that run's are the defaults.
 
-    `parse_flags(default=...)` reads the command line. With --distributed, this process joins the
-    others.
+    `parse_flags` is a partial of tyro.cli, with the class of the flags. With --distributed, this
+    process joins the others.
     """
     terminal.give_up_dead_streams()
-    flags = parse_flags()
+    (flags_class,) = parse_flags.args
+    tokens = with_whole_numbers(sys.argv[1:], flags_class.__annotations__.values())
+    flags = parse_flags(args=tokens)
     run, args = flags
     if run.resume:
         defaults = read_flags(run.resume, type(run), type(args))
-        flags = parse_flags(default=type(flags)(*defaults))
+        flags = parse_flags(args=tokens, default=flags_class(*defaults))
     if flags[0].distributed:
         processes.join(flags[0].distributed)
     return flags
 
 
+def with_whole_numbers(tokens: list[str], classes: Any) -> list[str]:
+    """The command line with 1000000 for 1e6, where a flag of these dataclasses is an int."""
+    names = {field.name for flags in classes for field in fields(flags) if field.type is int}
+    result = []
+    is_next = False  # whether the token is the value of such a flag
+    for token in tokens:
+        flag, equals, value = token.partition("=")
+        is_int = flag.startswith("--") and flag[2:].replace("-", "_") in names
+        if is_int and equals:
+            token = f"{flag}={as_whole_number(value)}"
+        elif is_next:
+            token = as_whole_number(token)
+        is_next = is_int and not equals
+        result.append(token)
+    return result
+
+
+def as_whole_number(text: str) -> str:
+    """1000000 for 1e6; what is no number, or not whole, as it is."""
+    with suppress(ValueError):
+        return str(int(text))
+    with suppress(ValueError):
+        number = float(text)
+        return str(int(number)) if number.is_integer() else text
+    return text
+
+
 def check(args: Any, run: Any) -> None:
     """Raises UsageError for a flag that cannot be meant."""
+    check_process()
+    check_flags(args, run)
+    check_env(run)
+
+
+def check_process() -> None:
+    """Ends a process of --vectorization async that trains itself, as it begins.
+
+    It imports the file that Python was started with.
+    """
+    if getattr(current_process(), "_inheriting", False):
+        how = 'call `train` under `if __name__ == "__main__":`'
+        print(f"each process of the environments imports this file: {how}", file=sys.stderr)
+        sys.exit(1)
+
+
+def check_flags(args: Any, run: Any) -> None:
+    """Raises UsageError for a flag of another type, or beyond its limits."""
     for flags in (args, run):
         for field in fields(flags):
             check_flag(field.name, getattr(flags, field.name), field.type)
-    check_env(run)
 
 
 def check_flag(name: str, value: Any, expected: Any) -> None:
@@ -74,6 +131,9 @@ def check_flag(name: str, value: Any, expected: Any) -> None:
     is_number = expected is float and type(value) is int
     if expected in (int, float, bool, str) and type(value) is not expected and not is_number:
         raise UsageError(f"{name} must be of type {expected.__name__}, not {value!r}")
+    if get_origin(expected) is Literal and value not in get_args(expected):
+        choices = ", ".join(map(str, get_args(expected)))
+        raise UsageError(f"{name} must be one of {choices}, not {value!r}")
     for (least, largest), names in LIMITS.items():
         if name not in names or value is None:
             continue
@@ -86,6 +146,8 @@ def check_flag(name: str, value: Any, expected: Any) -> None:
 
 def in_words(least: float, largest: float) -> str:
     """The limits of a flag."""
+    if least == POSITIVE:
+        return "more than 0"
     if largest == math.inf:
         return f"{least} or more"
     if largest == 1:
@@ -161,12 +223,41 @@ def check_memory(init: Callable) -> None:
         leaves = []
     if not leaves or any(x.size == 0 for x in leaves):
         raise UsageError("env_id: the observations or actions of the environment have no numbers")
-    stats = jax.local_devices()[0].memory_stats() or {}
-    has = stats.get("bytes_limit", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    has = stats.get("bytes_limit") or min([math.inf, *memory_limits()])
     needs = sum(x.size * x.dtype.itemsize for x in leaves)
     if needs > has:
         text = f"replay and networks need {needs / 1e9:.1f} GB, and there are {has / 1e9:.1f} GB"
-        raise UsageError(f"buffer_size: {text}")
+        raise UsageError(f"buffer_size: {text}{GPU_MEMORY if device.platform == 'gpu' else ''}")
+
+
+def memory_limits() -> list[int]:
+    """Bytes of memory of this machine, and those that a container or a job of a cluster may use."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return []
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in cgroup_files():
+        with suppress(OSError, ValueError):  # without a limit it is the word max
+            limits.append(int(file.read_text()))
+    return limits
+
+
+def cgroup_files() -> set[Path]:
+    """Where Linux may say how much memory this process and its groups have."""
+    groups = {root / place for root in CGROUPS for place in cgroup_places()}
+    folders = groups | {parent for group in groups for parent in group.parents}
+    names = ("memory.max", "memory.limit_in_bytes")  # of version 2, and of version 1
+    return {folder / name for folder in folders for name in names}
+
+
+def cgroup_places() -> list[str]:
+    """Where the groups of this process are below that of the machine or the container."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return [""]
+    return ["", *(line.split(":", 2)[2].lstrip("/") for line in lines)]
 
 
 def read_run(folder: Path | str) -> dict:
@@ -178,7 +269,7 @@ def read_run(folder: Path | str) -> dict:
         return {"script": f"{saved['run']['exp_name']}.py"} | saved  # old runs do not say it
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = "is not the folder of a run, which a script makes in runs/ and has args.json"
-        raise UsageError(f"resume: {folder} {text}") from error
+        raise UsageError(f"{folder} {text}") from error
 
 
 def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
@@ -193,7 +284,8 @@ def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any
     unknown = (run.keys() - vars(run_class()).keys()) | (args.keys() - vars(args_class()).keys())
     if unknown:
         text = f"is a run of another script, which has {', '.join(sorted(unknown))}"
-        raise UsageError(f"resume: {folder} {text}")
+        how = f"if this script had the flags once, delete them from {Path(folder, 'args.json')}"
+        raise UsageError(f"{folder} {text}: {how}")
     if args.get("target_kl") == math.inf:  # in old runs
         args["target_kl"] = None
     run = from_json(run | {"distributed": ""}, run_class)

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import signal
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +21,12 @@ import pytest
 from environments import Chain
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 from gymnasium.experimental.functional import FuncEnv
-from helpers import edited, find_jax_env, make_agent, make_trainer, read_events, slow
+from helpers import edited, find_jax_env, make_agent, make_trainer, one_line, read_events, slow
 
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import compiled, load_policy, usage
+from cleanreplay import checkpoints, compiled, load_policy, usage
 from cleanreplay.compiled import JaxEnvs, RunnerState
 from dqn_jax import DQN, Step
 
@@ -241,12 +242,12 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily(capsys):
     run = ppo_jax.Run(env_id="ChainWrapped-v0")
     assert find_jax_env(ppo_jax, args, run) is None
     (line,) = capsys.readouterr().out.splitlines()
-    said = "ChainWrapped-v0 is not compiled, because of its wrappers or observations: "
-    assert line.startswith(f"{said}<TimeAwareObservation")
+    said = "ChainWrapped-v0 is not compiled, because of its wrappers: <TimeAwareObservation"
+    assert line.startswith(said)
     agent = make_agent(ppo_jax, args, run)
     assert agent.example_step.observation.shape == (6,)
     for more in ("num_seeds", "num_devices"):
-        with pytest.raises(ppo_jax.UsageError, match="ChainWrapped-v0 is not compiled; "):
+        with pytest.raises(ppo_jax.UsageError, match=said):
             ppo_jax.train(args, replace(run, **{more: 2}))
 
 
@@ -275,17 +276,48 @@ def test_ordinary_training_loses_no_step_when_another_environment_resets():
     assert cells == by_hand
 
 
-def test_a_wrapper_in_the_script_prevents_several_seeds(run_main):
-    one_wrapper = "wrappers: list = [gym.wrappers.TimeAwareObservation]"
-    copy = edited(dqn_jax, ("wrappers: list = []", one_wrapper))
-    code, out, err = run_main(copy, "--env-id", "phys2d/CartPole-v1", "--num-seeds", "2")
-    said = "phys2d/CartPole-v1 is not compiled, because of its wrappers or observations: "
-    assert out.startswith(f"{said}<TimeAwareObservation")
-    assert len(out.splitlines()) == 1
-    assert "num_seeds, num_devices, distributed: phys2d/CartPole-v1 is not compiled; " in err
-    assert len(err.splitlines()) == 1
-    assert code == 2
+WRAPPED = ("wrappers: list = []", "wrappers: list = [gym.wrappers.TimeAwareObservation]")
+VECTOR_WRAPPED = (
+    "    if envs.metadata.get",
+    "    envs = gym.wrappers.vector.TransformReward(envs, np.sign)\n    if envs.metadata.get",
+)
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"), [(WRAPPED, "<TimeAwareObservation"), (VECTOR_WRAPPED, "<TransformReward, ")]
+)
+def test_a_wrapper_in_the_script_is_named_as_what_prevents_several_seeds(edit, name, run_main):
+    copy = edited(dqn_jax, edit)
+    line = one_line(run_main(copy, "--env-id", "phys2d/CartPole-v1", "--num-seeds", "2"))
+    said = "phys2d/CartPole-v1 is not compiled, because of its wrappers: "
+    assert line.startswith(f"error: num_seeds, num_devices, distributed: {said}{name}")
+    assert line.endswith("; start a run for each seed instead, see docs/scale.md")
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("edit", [WRAPPED, VECTOR_WRAPPED])
+def test_a_wrapper_in_the_script_is_named_where_one_agent_is_stepped_from_python(edit, capsys):
+    copy = edited(dqn_jax, edit)
+    assert find_jax_env(copy, copy.Args(), copy.Run(env_id="phys2d/CartPole-v1")) is None
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("phys2d/CartPole-v1 is not compiled, because of its wrappers: <T")
+
+
+def test_a_vectorization_that_prevents_several_seeds_is_named():
+    run = dqn_jax.Run(env_id="Chain-v0", vectorization="sync", num_seeds=2)
+    with pytest.raises(dqn_jax.UsageError, match="is not compiled with --vectorization sync; "):
+        find_jax_env(dqn_jax, dqn_jax.Args(), run)
+
+
+def test_observations_that_prevent_several_seeds_are_named():
+    run = dqn_jax.Run(env_id="ChainOfCells-v0", num_seeds=2)
+    with pytest.raises(dqn_jax.UsageError, match=r"its observations are no Box: Discrete\(5\); "):
+        find_jax_env(dqn_jax, dqn_jax.Args(), run)
+
+
+def test_a_stack_of_frames_is_no_wrapper_that_prevents_compiling():
+    args = dqn_jax.Args(frame_stack=2)
+    assert find_jax_env(dqn_jax, args, dqn_jax.Run(env_id="Chain-v0", num_seeds=2)) is not None
 
 
 def test_an_ordinary_environment_is_not_said_to_be_uncompiled(capsys):
@@ -344,13 +376,13 @@ def test_episodes_are_counted_across_rollouts():
     assert current.any()
 
 
-def test_returns_are_of_the_newest_intervals_with_100_episodes_of_each_agent():
+def test_each_agent_has_its_own_window_of_log_entries_with_100_episodes():
     """[episodes, their returns, their lengths] of two agents, the newest first."""
     newest = np.array([[99, 99.0, 0], [300, 600.0, 0]])
     before = np.array([[1, 101.0, 0], [100, 1_000.0, 0]])
     oldest = np.array([[50, 5e9, 0], [50, 5e9, 0]])
     returns = compiled.recent_returns([newest, before, oldest], [0.0, 0.0])
-    np.testing.assert_array_equal(returns, [2.0, 4.0])
+    np.testing.assert_array_equal(returns, [2.0, 2.0])
     np.testing.assert_array_equal(compiled.recent_returns([newest], [0.0, 0.0]), [1.0, 2.0])
 
 
@@ -733,6 +765,13 @@ STEPWISE = dict(
     buffer_size=100,
 )
 CLOCK = dict(env_id="Clock-v0", log_interval=4, eval_episodes=0)
+TWO_LENGTHS = 3  # the first of two seeds whose agents choose different actions
+RUN = "--env-id NotFiniteInJax-v0 --log-interval 16 --seed 3 --num-envs 2 --total-timesteps 64"
+SMALL = {
+    dqn_jax: "--learning-starts 16 --batch-size 8 --buffer-size 64 --train-frequency 8",
+    ppo_jax: "--num-steps 8 --num-minibatches 1 --update-epochs 1",
+}
+NOT_FINITE = {script: [*f"{RUN} {own} --env-kwargs".split()] for script, own in SMALL.items()}
 
 
 def test_before_the_first_episode_of_a_compiled_run_ends_there_is_no_return(capsys):
@@ -763,6 +802,113 @@ def test_a_run_that_is_stopped_at_once_saves_its_first_iteration(env_id):
     assert np.isnan(returns).all()  # no episode of either has ended
     end = 1 if env_id == "Counter-v0" else 4  # compiled: after the log interval
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(end)]
+
+
+class TwoLengths(Chain):
+    """Action 0 ends the episode at once, action 1 after 30 steps. Rewards are drawn."""
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (1,), np.float32)
+
+    def transition(self, state, action, rng, params=None):
+        return state + jnp.where(action == 0, 30, 1)
+
+    def observation(self, state, rng, params=None):
+        return jnp.ones(1)
+
+    def reward(self, state, action, next_state, rng, params=None):
+        return jax.random.randint(rng, (), 0, 10)
+
+    def terminal(self, state, rng, params=None):
+        return state >= 30
+
+
+def make_two_lengths(**kwargs):
+    return FunctionalJaxEnv(TwoLengths(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("TwoLengths-v0", make_two_lengths, disable_env_checker=True)
+
+
+def train_two_lengths(seed, num_seeds):
+    """Agents that learn nothing: the returns of `train`, those that are kept, the lengths."""
+    flags = dict(total_timesteps=8_000, learning_rate=0.0, start_e=0.0, end_e=0.0, num_envs=4)
+    args = dqn_jax.Args(**flags, learning_starts=7_000, train_frequency=40, buffer_size=400)
+    run = dqn_jax.Run(env_id="TwoLengths-v0", eval_episodes=0, log_interval=400, seed=seed)
+    _, returns, folder = dqn_jax.train(args, replace(run, num_seeds=num_seeds))
+    kept = checkpoints.Checkpoints(folder, saves=False).about(8_000)["returns"]
+    lengths = [
+        read_events(agent_folder)[0]["charts/episodic_length"][-1][1]
+        for agent_folder in agent_folders(folder, seed, num_seeds)
+    ]
+    return returns.tolist(), kept, lengths
+
+
+def test_the_returns_of_agents_with_short_and_long_episodes_are_those_of_each_alone():
+    """In what `train` returns, and in what the checkpoint keeps."""
+    together, kept, lengths = train_two_lengths(seed=TWO_LENGTHS, num_seeds=2)
+    assert sorted(lengths) == [1.0, 30.0]
+    assert kept == together
+    alone = [train_two_lengths(TWO_LENGTHS + i, num_seeds=1)[0][0] for i in range(2)]
+    assert together == alone
+
+
+class NotFinite(Chain):
+    """From the 20th step on a reward, an observation or nothing is NaN. No episode ends."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def transition(self, state, action, rng, params=None):
+        return state + 1
+
+    def observation(self, state, rng, params=None):
+        is_bad = (state >= 20) & (self.what == "observation")
+        return jnp.where(is_bad, jnp.nan, jnp.ones(1))
+
+    def reward(self, state, action, next_state, rng, params=None):
+        large = 3e38 if self.what == "parameters" else 1.0  # their sum is infinite
+        is_bad = (next_state >= 20) & (self.what == "reward")
+        return jnp.where(is_bad, jnp.nan, large)
+
+    def terminal(self, state, rng, params=None):
+        return jnp.bool_(False)
+
+
+def make_not_finite(what, **kwargs):
+    return FunctionalJaxEnv(NotFinite(what), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("NotFiniteInJax-v0", make_not_finite, disable_env_checker=True)
+
+
+@pytest.mark.parametrize("module", [dqn_jax, ppo_jax])
+@pytest.mark.parametrize("what", ["reward", "observation"])
+def test_numbers_of_a_compiled_environment_that_are_not_finite_are_named(module, what, run_main):
+    """Not called diverged, though what is learned from them is."""
+    where = "seed 3, between steps 32 and 48"
+    line = one_line(run_main(module, *NOT_FINITE[module], f'{{"what": "{what}"}}'), code=1)
+    assert line == f"error: NotFiniteInJax-v0: the {what} is not finite: {where}"
+
+
+def test_an_agent_that_diverges_in_a_compiled_run_is_named(run_main):
+    line = one_line(run_main(ppo_jax, *NOT_FINITE[ppo_jax], '{"what": "parameters"}'), code=1)
+    where = "seed 3, between steps 0 and 16"
+    assert line.endswith(f": diverged, parameters are not finite: {where}")
+
+
+def test_of_several_agents_the_one_whose_numbers_are_not_finite_is_named():
+    finite = np.ones((3, 4, 3), bool)  # seeds, log entries, and rewards, observations, parameters
+    finite[1, 3, 0] = False
+    finite[2, 2, [1, 2]] = False
+    entries = compiled.Entry({}, np.zeros((3, 4, 3)), finite)
+    keeper = types.SimpleNamespace(run=dqn_jax.Run(seed=7), folder=Path("runs/here"))
+    with pytest.raises(FloatingPointError) as caught:
+        compiled.check_finite(entries, 1_000, 100, keeper)
+    where = "seed 9, between steps 1,200 and 1,300"
+    assert str(caught.value) == f"CartPole-v1: the observation is not finite: {where}"
 
 
 def first_evaluated(program):

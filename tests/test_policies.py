@@ -3,22 +3,24 @@
 import json
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import environments  # noqa: F401  registers the environments
+import environments
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium.spaces import Box, Discrete
 from helpers import SMALL_DQN, SMALL_PPO, make_agent, slow
 
 import cleanreplay
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import checkpoints, compiled, experiment
+import r2d2_jax
+from cleanreplay import checkpoints, compiled, experiment, spaces
 
 SCRIPTS = {
     "dqn": (dqn_jax, SMALL_DQN),
@@ -339,7 +341,7 @@ def test_a_checkpoint_interval_of_0_saves_nothing():
 
 def test_a_run_of_another_script_is_named():
     _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
-    with pytest.raises(dqn_jax.UsageError, match="run of another script"):
+    with pytest.raises(dqn_jax.UsageError, match=f"^{folder} is a run of another script"):
         cleanreplay.load_policy(folder, ppo_jax.__file__)
     run = per_dqn_jax.Run(**COUNTER, resume=str(folder))
     with pytest.raises(dqn_jax.UsageError, match="of another script or version: replay"):
@@ -347,8 +349,9 @@ def test_a_run_of_another_script_is_named():
 
 
 def test_a_folder_that_is_no_run_is_an_error_and_stays_as_it_is():
+    """The error does not speak of a resume."""
     Path("empty").mkdir()
-    with pytest.raises(dqn_jax.UsageError, match="empty is not the folder of a run"):
+    with pytest.raises(dqn_jax.UsageError, match=r"^empty is not the folder of a run"):
         cleanreplay.load_policy("empty")
     assert not any(Path("empty").iterdir())
 
@@ -368,3 +371,159 @@ def test_an_observation_without_its_batch_axis_is_an_error():
     policy = cleanreplay.load_policy(folder)
     with pytest.raises(ValueError, match=r"observations must be \[N, 3\], not \(3,\)"):
         policy(OBSERVATIONS[0])
+
+
+# --- observations
+
+
+class Frames(environments.Counter):
+    """Grey images, or images of two colours."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        high = 1 if dtype == "bool" else 255
+        self.observation_space = gym.spaces.Box(0, high, (6, 6), dtype)
+
+    def _observe(self):
+        return np.zeros((6, 6), self.observation_space.dtype)
+
+
+gym.register("Frames-v0", Frames, disable_env_checker=True)
+
+
+def policy_of(run, script=dqn_jax, **flags):
+    """The agent of a run that learned nothing."""
+    args = script.Args(**flags | dict(total_timesteps=20, batch_size=8, buffer_size=100))
+    _, _, folder = script.train(args, replace(run, eval_episodes=0))
+    return cleanreplay.load_policy(folder)
+
+
+def frames_run(dtype):
+    """The flags of a run on images."""
+    return dqn_jax.Run(env_id="Frames-v0", env_kwargs=json.dumps({"dtype": dtype}))
+
+
+def test_images_that_are_not_what_was_trained_on_are_an_error():
+    """They would be cut to whole numbers below 256, and taken for other images."""
+    policy = policy_of(frames_run("uint8"), learning_starts=8)
+    expected = "observations must be uint8, as in training"
+    for wrong in (np.full((2, 6, 6), 0.5), np.zeros((2, 6, 6), np.float32)):
+        with pytest.raises(ValueError, match=f"{expected}, not {wrong.dtype}"):
+            policy(wrong)
+    for wrong in (np.full((2, 6, 6), 256), np.full((2, 6, 6), -1), np.full((2, 6, 6), 2**40)):
+        numbers = f"numbers from {wrong[0, 0, 0]} to {wrong[0, 0, 0]} do not fit"
+        with pytest.raises(ValueError, match=f"{expected}: {numbers}"):
+            policy(wrong)
+    same = np.random.default_rng(0).integers(0, 256, (5, 6, 6))
+    np.testing.assert_array_equal(policy(same), policy(same.astype(np.uint8)))
+
+
+def test_whole_numbers_beyond_0_and_1_are_no_image_of_two_colours():
+    policy = policy_of(frames_run("bool"), learning_starts=8)
+    with pytest.raises(ValueError, match="must be bool, as in training: numbers from 0 to 2"):
+        policy(np.arange(36).reshape(1, 6, 6) % 3)
+    assert policy(np.ones((1, 6, 6), np.uint8)) == policy(np.ones((1, 6, 6), bool))
+
+
+def test_numbers_of_another_dtype_are_taken_where_the_agent_was_trained_on_floats():
+    policy = policy_of(dqn_jax.Run(**COUNTER), learning_starts=8)
+    whole = np.random.default_rng(0).integers(-9, 9, (50, 3))
+    for dtype in (np.float64, np.int64, np.int8):
+        actions = policy(whole.astype(dtype))
+        np.testing.assert_array_equal(actions, policy(whole.astype(np.float32)))
+
+
+def test_no_observations_give_no_actions():
+    policy = policy_of(dqn_jax.Run(**COUNTER), learning_starts=8)
+    assert policy(np.zeros((0, 3))).shape == (0,)
+
+
+@pytest.mark.slow
+def test_no_observations_give_no_actions_of_a_box_and_no_actions_of_a_memory():
+    run = ppo_jax.Run(env_id="Pendulum-v1")
+    args = ppo_jax.Args(**SMALL_PPO)
+    _, _, folder = ppo_jax.train(args, replace(run, eval_episodes=0))
+    actions = cleanreplay.load_policy(folder)(np.zeros((0, 3)))
+    assert (actions.shape, actions.dtype) == ((0, 1), np.float32)
+    flags = dict(learning_starts=16, train_length=4, burn_in=2, period=2, n_step=1)
+    args = r2d2_jax.Args(total_timesteps=40, batch_size=2, buffer_size=64, **flags)
+    _, _, folder = r2d2_jax.train(args, r2d2_jax.Run(**COUNTER | dict(eval_episodes=0)))
+    assert cleanreplay.load_policy(folder)(np.zeros((0, 3)), np.zeros(0, bool)).shape == (0,)
+
+
+# --- spaces
+
+SIMULATOR = """
+import environments, gymnasium as gym
+class Simulator(environments.Counter):
+    action_space = gym.spaces.Discrete(3, start=-1)
+gym.register("Simulator-v0", Simulator, disable_env_checker=True)
+"""
+
+
+@pytest.mark.parametrize("frame_stack", [1, 2])
+def test_an_agent_is_loaded_where_its_environment_is_not_installed(
+    frame_stack, monkeypatch, tmp_path
+):
+    (tmp_path / "my_simulator.py").write_text(SIMULATOR)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = dqn_jax.Args(**SMALL_DQN, frame_stack=frame_stack)
+    run = dqn_jax.Run(env_id="my_simulator:Simulator-v0", eval_episodes=0, log_interval=100)
+    _, _, folder = dqn_jax.train(args, run)
+    observations = wide_observations(20, *[frame_stack] * (frame_stack > 1), 3)
+    wanted = cleanreplay.load_policy(folder)(observations)
+    (tmp_path / "my_simulator.py").unlink()
+    monkeypatch.delitem(sys.modules, "my_simulator")
+    monkeypatch.delitem(gym.registry, "Simulator-v0")
+
+    actions = cleanreplay.load_policy(folder)(observations)
+
+    np.testing.assert_array_equal(actions, wanted)
+    assert set(actions) <= {-1, 0, 1}
+
+
+def test_the_agent_of_an_old_run_has_the_spaces_of_its_environment():
+    """Its args.json does not say them."""
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
+    wanted = cleanreplay.load_policy(folder)(OBSERVATIONS)
+    saved = json.loads((folder / "args.json").read_text())
+    del saved["spaces"]
+    (folder / "args.json").write_text(json.dumps(saved))
+    np.testing.assert_array_equal(cleanreplay.load_policy(folder)(OBSERVATIONS), wanted)
+
+
+def test_a_compiled_run_keeps_the_spaces_that_its_agent_sees():
+    args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=2), frame_stack=2)
+    _, _, folder = ppo_jax.train(args, ppo_jax.Run(**CHAIN | dict(eval_episodes=0)))
+    kept = json.loads((folder / "args.json").read_text())["spaces"]
+    box = {"shape": [2, 5], "dtype": "float32", "low": 0.0, "high": 1.0}
+    assert kept == {"observation": box, "action": {"n": 2, "start": 0}}
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        Discrete(3),
+        Discrete(5, start=-2),
+        Box(-np.inf, np.inf, (3,), np.float32),
+        Box(np.float32([0.1, -np.inf, 1e-45]), np.float32([1 / 3, 2, np.inf]), dtype=np.float32),
+        Box(-0.1, 0.1, (2, 3), np.float64),
+        Box(np.array([[0.1], [-1 / 3]]), np.array([[0.2], [np.inf]]), dtype=np.float64),
+        Box(0, 255, (84, 84, 4), np.uint8),
+        Box(0, 1, (2, 2), bool),
+        Box(-(2**62), 2**62 + 1, (1,), np.int64),
+        Box(0.0, 1.0, (0,), np.float32),
+        Box(-1, 1, (), np.float16),
+    ],
+)
+def test_a_space_is_the_same_after_it_was_written_as_json(space):
+    text = json.dumps(spaces.to_json(space))
+    again = spaces.from_json(json.loads(text))
+    assert type(again) is type(space)
+    assert again == space
+    assert again.dtype == space.dtype
+    assert len(text) < 200
+
+
+def test_a_space_that_only_an_edited_script_knows_is_none():
+    assert spaces.to_json(gym.spaces.MultiBinary(3)) is None

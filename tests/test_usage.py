@@ -1,8 +1,12 @@
 """What a run says: a mistake in one line, where it stands, and how it ends."""
 
+import json
+import os
 import re
+import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import environments  # noqa: F401  registers the environments
@@ -12,10 +16,13 @@ import numpy as np
 import pytest
 from environments import Counter
 from gymnasium.spaces import Box
-from helpers import SMALL_DQN, make_agent, one_line
+from helpers import COUNTER, ROOT, SMALL_DQN, make_agent, one_line, read_events, slow
 
 import dqn_jax
+import per_dqn_jax
 import ppo_jax
+import r2d2_jax
+import sac_jax
 from cleanreplay import checkpoints, usage
 
 
@@ -192,6 +199,7 @@ MISTAKES = [
     ("--buffer-size 536870912", "buffer_size must be from 1 to 2**29 - 1"),
     ("--learning-rate=-1", "learning_rate must be 0 or more, not -1.0"),
     ("--learning-rate nan", "learning_rate must be a finite number, not nan"),
+    ("--adam-epsilon 0", "adam_epsilon must be more than 0, not 0.0"),
     ("--gamma 1.5", "gamma must be from 0 to 1, not 1.5"),
     ("--start-e 2", "start_e must be from 0 to 1, not 2.0"),
     (
@@ -212,7 +220,7 @@ MISTAKES = [
     ("--env-id environments:Chain-v0 --num-seeds 2 --save-experience", "save_experience"),
     ("--distributed localhost", "distributed"),
     ("--distributed localhost:1,two,0", "distributed"),
-    ("--resume .", "resume: . is not the folder of a run"),
+    ("--resume .", "error: . is not the folder of a run"),
     ("--env-id environments:VectorOnly-v0 --capture-video", "cannot record a video"),
 ]
 
@@ -223,12 +231,35 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_no_folder(flags, message, ru
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("script", [ppo_jax, r2d2_jax])
+def test_a_gradient_of_norm_0_is_refused(script, run_main):
+    line = one_line(run_main(script, "--max-grad-norm", "0"))
+    assert line == "error: max_grad_norm must be more than 0, not 0.0"
+
+
+@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax), slow(sac_jax)])
+def test_the_largest_counts_of_steps_begin_to_learn(script):
+    """A target network that never moves, and a run that a signal ends."""
+    largest = dict(total_timesteps=2**31 - 1, target_network_frequency=2**31 - 1)
+    small = dict(learning_starts=8, batch_size=8, buffer_size=100, train_frequency=1)
+    env_id = "Pendulum-v1" if script is sac_jax else "environments:Counter-v0"
+    run = script.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
+    args = script.Args(**largest, **small, gradient_steps=4)
+    _, _, folder = script.train(args, run, stop=["at once"])
+    assert read_events(folder)[0]["charts/gradient_steps"] == [(1, 0.0)]
+
+
 @pytest.mark.parametrize(
     ("args", "run", "message"),
     [
         (dict(num_envs=2.0), {}, "num_envs must be of type int, not 2.0"),
         (dict(double_q=1), {}, "double_q must be of type bool, not 1"),
         ({}, dict(env_kwargs={"x": 1}), "env_kwargs must be of type str, not {'x': 1}"),
+        (
+            {},
+            dict(vectorization="process"),
+            "vectorization must be one of auto, sync, async, not 'process'",
+        ),
     ],
 )
 def test_a_value_of_another_type_from_python_is_an_error(args, run, message):
@@ -236,8 +267,145 @@ def test_a_value_of_another_type_from_python_is_an_error(args, run, message):
         dqn_jax.train(dqn_jax.Args(**args), dqn_jax.Run(**run))
 
 
+@pytest.mark.parametrize("form", ["--num-envs 8e0", "--num-envs=8e0", "--num_envs 8.0"])
+def test_a_whole_number_in_any_form_is_one_for_a_flag_that_is_an_int(form, monkeypatch):
+    flags = parsed(
+        monkeypatch, *form.split(), "--total-timesteps", "1e6", "--learning-rate", "1e-3"
+    )
+    run, args = flags
+    assert (args.num_envs, args.total_timesteps, args.learning_rate) == (8, 1_000_000, 1e-3)
+    assert type(args.num_envs) is type(args.total_timesteps) is int
+
+
+def test_a_whole_number_in_any_form_is_one_at_a_resume(monkeypatch):
+    run = dqn_jax.Run(**COUNTER, checkpoint_interval=100)
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
+    _, args = parsed(monkeypatch, "--resume", str(folder), "--total-timesteps", "3e2")
+    assert args == dqn_jax.Args(**SMALL_DQN | dict(total_timesteps=300))
+
+
+def test_a_text_that_looks_like_a_number_stays_the_same(monkeypatch):
+    run, args = parsed(monkeypatch, "--exp-name", "1e3", "--env-id=2e0", "--seed", "123456789012")
+    assert (run.exp_name, run.env_id, run.seed) == ("1e3", "2e0", 123456789012)
+
+
+@pytest.mark.parametrize("number", ["1.5", "1e-3", "inf", "nan", "many"])
+def test_a_number_that_is_not_whole_is_a_mistake_for_a_flag_that_is_an_int(number, run_main):
+    code, _, err = run_main(dqn_jax, "--num-envs", number)
+    assert code == 2
+    assert "--num-envs" in err
+    assert number in err
+
+
+def parsed(monkeypatch, *flags):
+    """The flags that `main` of dqn_jax reads from this command line."""
+    found = []
+    monkeypatch.setattr(sys, "argv", ["dqn_jax.py", *flags])
+    monkeypatch.setattr(dqn_jax, "train", lambda args, run, stop: found.extend([run, args]))
+    with pytest.raises(TypeError):  # where the results are unpacked
+        dqn_jax.main()
+    return found
+
+
+def test_a_flag_that_the_script_has_dropped_can_be_deleted_from_the_folder():
+    run = dqn_jax.Run(**COUNTER)
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
+    file = folder / "args.json"
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps(saved | {"args": saved["args"] | {"dropped": 3}}))
+    said = "which has dropped: if this script had the flags once, delete them from "
+    with pytest.raises(dqn_jax.UsageError, match=f"{said}{file}$"):
+        usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    file.write_text(json.dumps(saved))
+    _, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    longer = replace(args, total_timesteps=300)
+    state, _, _ = dqn_jax.train(longer, replace(run, resume=str(folder)))
+    assert state.replay.cursor > 0
+
+
+UNGUARDED = """
+import dqn_jax
+args = dqn_jax.Args(num_envs=2, total_timesteps=400, learning_starts=100, buffer_size=400)
+dqn_jax.train(args, dqn_jax.Run(vectorization="async", eval_episodes=0))
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_its_own_processes_would_run_again_is_told_how_to_call_train(tmp_path):
+    """Nothing hangs, and no process shows a traceback."""
+    (tmp_path / "mine.py").write_text(UNGUARDED)
+    done = run_python("mine.py")
+    assert done.returncode == 1
+    *_, last = done.stderr.strip().splitlines()
+    how = 'call `train` there under `if __name__ == "__main__":`'
+    assert last.startswith("cleanreplay.errors.UsageError: vectorization: the processes of the")
+    assert last.endswith(how)
+    own = "each process of the environments imports this file: "
+    assert done.stderr.count(own) == 2
+    before, _, _ = done.stderr.rpartition(own)
+    assert "Traceback" not in before
+
+
+@pytest.mark.slow
+def test_a_pipe_that_is_closed_while_the_help_is_printed_shows_no_traceback():
+    command = f"{sys.executable} {dqn_jax.__file__} --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("usage: dqn_jax.py")
+    assert done.stderr == ""
+
+
+def run_python(*command):
+    """The result of a program in Python."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_replay_larger_than_the_memory_of_its_container_is_an_error(
+    name, run_main, monkeypatch, tmp_path
+):
+    """In either version of Linux's control groups, of which one may have no limit."""
+    group = tmp_path / "cgroup"
+    (group / "memory").mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (group / name).write_text("3000000\n")
+    monkeypatch.setattr(usage, "CGROUPS", (group, group / "memory"))
+    line = one_line(run_main(dqn_jax, "--buffer-size", "1000000"))
+    assert line.endswith("replay and networks need 0.0 GB, and there are 0.0 GB")
+
+
+def test_a_replay_larger_than_the_memory_of_a_job_is_an_error(monkeypatch, tmp_path):
+    """As SLURM's, whose group is below that of the machine."""
+    job = tmp_path / "cgroup/slurm/job_1/step_0"
+    job.mkdir(parents=True)
+    (tmp_path / "cgroup/slurm/job_1/memory.max").write_text("5000")
+    (job / "memory.max").write_text("max")
+    monkeypatch.setattr(usage, "CGROUPS", (tmp_path / "cgroup",))
+    monkeypatch.setattr(usage, "cgroup_places", lambda: ["", "slurm/job_1/step_0"])
+    assert min(usage.memory_limits()) == 5_000
+
+
+def test_a_replay_larger_than_the_memory_of_a_gpu_is_told_of_its_variables(monkeypatch):
+    gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 3_000_000_000})
+    monkeypatch.setattr(usage.jax, "local_devices", lambda: [gpu])
+    with pytest.raises(dqn_jax.UsageError) as caught:
+        usage.check_memory(lambda: jax.numpy.zeros(10**9))
+    said = "buffer_size: replay and networks need 4.0 GB, and there are 3.0 GB. "
+    assert str(caught.value).startswith(said)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in str(caught.value)
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in str(caught.value)
+
+
 def test_a_replay_larger_than_the_memory_is_an_error_before_it_is_made(run_main, monkeypatch):
     monkeypatch.setattr(usage.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 100))
+    monkeypatch.setattr(usage, "CGROUPS", ())
     line = "buffer_size: replay and networks need 0.0 GB, and there are 0.0 GB"
     assert one_line(run_main(dqn_jax)) == f"error: {line}"
 

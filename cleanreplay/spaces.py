@@ -1,0 +1,44 @@
+"""The spaces that an agent is made for, as JSON: so that it can be loaded without its environment.
+
+A space other than Box and Discrete is None. `load_policy` then makes the environment.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from gymnasium.spaces import Box, Discrete, Space
+
+
+def of_envs(make_envs: Callable) -> dict:
+    """The spaces of the environments that `make_envs` makes."""
+    with closing(make_envs(1)) as envs:
+        found = {"observation": envs.single_observation_space, "action": envs.single_action_space}
+    return {name: to_json(space) for name, space in found.items()}
+
+
+def to_json(space: Space) -> dict | None:
+    """A space as JSON."""
+    if isinstance(space, Discrete):
+        return {"n": int(space.n), "start": int(space.start)}
+    if isinstance(space, Box):
+        about = {"shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
+        return about | {"low": bounds(space.low), "high": bounds(space.high)}
+    return None
+
+
+def bounds(values: np.ndarray) -> Any:
+    """The bounds of a Box: nested lists, or a number if all are the same."""
+    first = values.flat[0] if values.size > 0 else values.dtype.type(0)
+    return first.item() if (values == first).all() else values.tolist()
+
+
+def from_json(about: dict) -> Space:
+    """The space of which `to_json` made this."""
+    if "n" in about:
+        return Discrete(about["n"], start=about["start"])
+    shape = tuple(about["shape"])
+    dtype: Any = np.dtype(about["dtype"])
+    low, high = (np.full(shape, about[name], dtype) for name in ("low", "high"))
+    return Box(low, high, dtype=dtype)
