@@ -157,3 +157,23 @@ def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint_but_not_under_
         process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 130
     assert newest_checkpoint(tmp_path) > 0
+
+
+WITHOUT_UNIX = """
+import signal, sys
+sys.modules["fcntl"] = None
+del signal.SIGHUP
+import dqn_jax
+dqn_jax.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_takes_no_locks_and_no_sighup(tmp_path):
+    """Windows has neither."""
+    flags = "--total-timesteps 200 --buffer-size 100 --log-interval 20 --save-experience"
+    process = start_python(tmp_path, "-c", WITHOUT_UNIX, *COUNTER, *flags.split())
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.count("no locks on Windows") == 2  # of the run, and of its experience
+    assert newest_checkpoint(tmp_path) == 200
