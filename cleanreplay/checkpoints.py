@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 from jax.tree_util import keystr, tree_leaves_with_path
 from tqdm import tqdm
 
-from cleanreplay import spaces, usage
+from cleanreplay import files, spaces, usage
 from cleanreplay.agents import Script
 from cleanreplay.errors import UsageError
 
@@ -75,19 +75,18 @@ class Checkpoints:
         """Writes a checkpoint, unless there is one of this step. UsageError if the disk is full."""
         if not self.saves or step == 0 or step in manager.all_steps():
             return
+        loggers = [logging.getLogger("absl"), logging.getLogger("asyncio")]
+        for logger in loggers:  # Orbax logs what it raises, in a hundred lines
+            logger.disabled = True
         try:
             manager.save(step, args=items, force=True, **metrics)
-            return
         except Exception as error:
-            if "no space left" not in str(error).lower():
+            if not files.is_full(error):
                 raise
-        # Orbax prints many lines about it. Let it finish, so that ours is the last one.
-        logging.getLogger("asyncio").disabled = True
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                with suppress(Exception):
-                    thread.join(timeout=1)
-        raise UsageError(f"no space left on the disk of {manager.directory}")
+            end_threads()  # Orbax's, which would print after our line
+            raise UsageError(f"no space left on the disk of {manager.directory}") from error
+        for logger in loggers:
+            logger.disabled = False
 
     def restore(self, state: Any) -> tuple[int, Any, list]:
         """The step, the state and the recent returns of the newest checkpoint that can be read.
@@ -159,6 +158,14 @@ class Checkpoints:
         if step is None:
             raise UsageError(f"{self.latest.directory} has no checkpoint")
         return step
+
+
+def end_threads() -> None:
+    """Waits a second for each thread that would keep Python from ending."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            with suppress(Exception):
+                thread.join(timeout=1)
 
 
 def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

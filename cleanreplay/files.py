@@ -9,6 +9,13 @@ from tqdm import tqdm
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk is full, or the quota of the user."""
+    text = str(error).lower()  # of Orbax and tensorstore, which have errors of their own
+    has_number = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return has_number or "no space left" in text or "quota exceeded" in text
+
+
 def write_whole(file: Path, text: str) -> None:
     """Replaces a file. A process that is killed leaves the old one or the new one."""
     new = file.with_name(f".{file.name}.new")

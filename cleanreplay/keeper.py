@@ -1,6 +1,5 @@
 """The folder of a run: its flags, its lock, what is saved in it, and how the run ends."""
 
-import errno
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -154,7 +153,7 @@ class Keeper(AbstractContextManager):
         if isinstance(error, Exception) and not hasattr(error, "__notes__"):
             error.add_note(f"in {self.run.env_id}, {self.folder}")
         self.on_exit.close()
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and files.is_full(error):
             raise UsageError(f"no space left on the disk of {self.folder}") from error
 
 

@@ -54,3 +54,17 @@ def test_a_file_is_replaced_or_stays_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Input/output"):
         files.write_whole(file, "three")
     assert file.read_text() == "two"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "x"), True),
+        (OSError(errno.EDQUOT, "x"), True),
+        (ValueError("[OS error 28: ENOSPC No space left on device]"), True),
+        (ValueError("[OS error 122: EDQUOT Disk quota exceeded]"), True),
+        (OSError(errno.EIO, "x"), False),
+    ],
+)
+def test_a_full_disk_and_a_full_quota_are_known(error, expected):
+    assert files.is_full(error) is expected
