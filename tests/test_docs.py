@@ -206,6 +206,19 @@ def test_train_is_called_from_python():
     assert (names["folder"] / "args.json").exists()
 
 
+def test_a_signal_ends_the_loop_of_the_page(monkeypatch):
+    seeds = []
+
+    def train(args, run, stop):
+        seeds.append(run.seed)
+        if run.seed == 1:
+            stop.append(2)
+
+    monkeypatch.setattr(dqn_jax, "train", train)
+    exec(blocks("docs/runs.md", "python")[3], {})
+    assert seeds == [0, 1]
+
+
 def play_greedily(params, frame_stack):
     """An episode of CartPole: the actions of the highest value, and all frames that were seen.
 
