@@ -50,7 +50,7 @@ import dataclasses
 from collections.abc import Callable
 from copy import copy
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, partial, wraps
+from functools import cache, cached_property, partial, wraps
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -61,12 +61,21 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.experimental import checkify
 from jax.numpy import float32, int32, uint32
-from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_structure
+from jax.tree_util import (
+    keystr,
+    tree_flatten,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 
 PyTree = Any
 State = Any  # a RingState or a PrioritisedState
 TINY = float(np.finfo(np.float32).tiny)
-INTEGERS = (int, np.integer)
+PYTHON = {int: np.number, float: np.inexact}  # Python's numbers, and what may store them
+NUMPY = (np.ndarray, np.generic)
 
 
 # ------------------------------------------------------------------------------------------- types
@@ -100,14 +109,12 @@ class Sample(NamedTuple):
 
 
 # --------------------------------------------------------------------------------- compiled methods
-def _explains_donation(function: Callable, check: Callable | None = None) -> Callable:
-    """Wraps `function`: runs `check` first, and explains the error for a state that was donated."""
+def _explains_donation(function: Callable) -> Callable:
+    """Wraps `function`, so that it explains the error for a state that was donated."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if check:
-                check(*args, **kwargs)
             return function(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
             if "deleted" not in str(error):  # JAX has no class for this error
@@ -122,7 +129,7 @@ def _explains_donation(function: Callable, check: Callable | None = None) -> Cal
     return call
 
 
-def _compiled(*, donates: bool = False, static: Any = None, check: Any = None) -> Callable:
+def _compiled(*, donates: bool = False, static: Any = None) -> Callable:
     """Makes a method one that each buffer compiles for itself, with `jax.jit`, at its first use.
 
     So each buffer donates as its own setting says, and its programs are freed together with it.
@@ -130,7 +137,6 @@ def _compiled(*, donates: bool = False, static: Any = None, check: Any = None) -
     Args:
       donates: whether the method works in place and uses up its argument `state`.
       static: the name of an argument that is a constant of the program.
-      check: is called first, with the same arguments. It sees Python numbers, which jit does not.
     """
 
     def decorate(method: Callable) -> Any:
@@ -138,27 +144,12 @@ def _compiled(*, donates: bool = False, static: Any = None, check: Any = None) -
             donated = "state" if donates and buffer.donate else None
             method_of_it = MethodType(method, buffer)
             jitted = jax.jit(method_of_it, static_argnames=static, donate_argnames=donated)
-            return _explains_donation(jitted, check)
+            return _explains_donation(jitted)
 
         compiled.__doc__ = method.__doc__
         return cached_property(compiled)
 
     return decorate
-
-
-def _check_numbers(state: State, item: PyTree) -> None:
-    """Raises if a Python or NumPy integer does not fit its slot: jit would cut it off."""
-    leaves = tree_leaves(item)
-    if not any(isinstance(leaf, INTEGERS) for leaf in leaves):
-        return
-    if tree_structure(item) != tree_structure(state.storage):  # type: ignore[operator]
-        return  # `_check_items` will explain it
-    for leaf, (path, slots) in zip(leaves, tree_leaves_with_path(state.storage), strict=True):
-        if isinstance(leaf, INTEGERS) and jnp.issubdtype(slots.dtype, np.integer):
-            limits = jnp.iinfo(slots.dtype)
-            if not limits.min <= leaf <= limits.max:
-                where = f"add: leaf {keystr(path) or '(the item itself)'} is {leaf}"
-                raise ValueError(f"{where}, which {slots.dtype} does not hold")
 
 
 # ------------------------------------------------------------------------- what all buffers can do
@@ -223,18 +214,25 @@ class Buffer:
         storage = tree_map(lambda x: jnp.zeros(lead + x.shape, x.dtype), item)
         return self._empty()._replace(storage=storage)
 
-    @_compiled(donates=True, check=_check_numbers)
     def add(self, state: State, item: PyTree) -> State:
         """The state with one more row: an item, or with `num_envs` a step [N, ...]."""
+        return self._add(state, _with_fitting_numbers("add", state, item))
+
+    @_compiled(donates=True)
+    def _add(self, state: State, item: PyTree) -> State:
         _check_state(self, state)
         rows = self._as_rows("add", state.storage, item, ())
         return self._write(state, rows, None)
 
-    @_compiled(donates=True)
     def add_batch(self, state: State, items: PyTree, mask: Any = None) -> State:
         """The state with more rows, in order: items [L, ...], or with `num_envs` [L, N, ...]. Those
         where `mask` [L] bool is False are left out. Of more than fit the newest are kept.
         """
+        items = _with_fitting_numbers("add_batch", state, items)
+        return self._add_batch(state, items, mask)
+
+    @_compiled(donates=True)
+    def _add_batch(self, state: State, items: PyTree, mask: Any = None) -> State:
         _check_state(self, state)
         length = _length(items)
         rows = self._as_rows("add_batch", state.storage, items, (length,))
@@ -295,7 +293,7 @@ class Buffer:
     def _update_all(self, state: State, fn: Callable) -> State:
         _check_state(self, state)
         items = tree_map(lambda leaf: lax.collapse(leaf, 0, 2), state.storage)
-        new = jax.vmap(fn)(items)
+        new = self._results(state, fn, items)
         _check_items("update: fn's result", state.storage, new, (self.max_size,), "max_size, ")
         return state._replace(storage=_reshaped(state.storage, new, self.num_slots))
 
@@ -306,13 +304,21 @@ class Buffer:
             raise ValueError(f"update: indices must have shape [B], got {indices.shape}")
         indices = self._resolve(state, indices)
         position = self._position(indices)
-        new = jax.vmap(fn)(_items_at(state.storage, position), *args)
+        new = self._results(state, fn, _items_at(state.storage, position), *args)
         _check_items("update: fn's result", state.storage, new, indices.shape, "indices, ")
         stored = self._is_stored(state, indices, 1)
         slot = jnp.where(stored, position // self.envs, self.num_slots)  # or past the end
         env = position % self.envs
         storage = tree_map(lambda x, y: x.at[slot, env].set(y, mode="drop"), state.storage, new)
         return state._replace(storage=storage)
+
+    def _results(self, state: State, fn: Callable, *rows: PyTree) -> PyTree:
+        """What `fn` gives for each row."""
+
+        def fitting(*row: PyTree) -> PyTree:
+            return _with_fitting_numbers("update: fn's result", state, fn(*row))
+
+        return jax.vmap(fitting)(*rows)
 
     @_compiled()
     def size(self, state: State) -> Array:
@@ -1210,13 +1216,60 @@ def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: s
                 f"{where} shape {shape}, expected {wanted}, which is ({axes}item){hint}"
             )
         dtype = jnp.result_type(item)
-        is_python_scalar = jax.typeof(item).weak_type  # which takes the dtype of its slot
-        fits = is_python_scalar and jnp.result_type(slots, item) == slots.dtype
-        if dtype != slots.dtype and not fits:
+        if dtype != slots.dtype:
             raise TypeError(
                 f"{where} dtype {dtype}, expected {slots.dtype} as given to init: convert it with "
                 f".astype({str(slots.dtype)!r}), or give init an item of dtype {dtype}"
             )
+
+
+def _with_fitting_numbers(name: str, state: State, items: PyTree) -> PyTree:
+    """`items`, with Python numbers in the dtypes of their slots. Raises if a number does not fit.
+
+    JAX would cut off Python numbers, and arrays of NumPy of 64 bits, without a word.
+    """
+    for x in tree_leaves(items):
+        if type(x) in PYTHON or (isinstance(x, NUMPY) and x.itemsize > 4):
+            return _converted(name, getattr(state, "storage", None), items)
+    return items
+
+
+def _converted(name: str, storage: PyTree, items: PyTree) -> PyTree:
+    """See `_with_fitting_numbers`."""
+    if tree_structure(items) != tree_structure(storage):  # type: ignore[operator]
+        return items  # `_check_items` explains it
+    leaves, structure = tree_flatten(items)
+    for i, (x, slots) in enumerate(zip(leaves, tree_leaves(storage), strict=True)):
+        number = _not_held(slots.dtype, x)
+        if number is not None:
+            path, _ = tree_leaves_with_path(storage)[i]
+            where = f"{name}: leaf {keystr(path) or '(the item itself)'} has {number}"
+            hint = "give init an item of a larger dtype"
+            raise ValueError(f"{where}, which {slots.dtype} does not hold: {hint}")
+        if type(x) in PYTHON and jnp.issubdtype(slots.dtype, PYTHON[type(x)]):
+            leaves[i] = np.asarray(x, slots.dtype)
+    return tree_unflatten(structure, leaves)
+
+
+def _not_held(dtype: Any, x: Any) -> Any:
+    """The first finite number of `x` that a dtype does not hold, or None."""
+    low, high = _limits(dtype)
+    if type(x) in PYTHON:
+        return x if abs(x) < np.inf and not low <= x <= high else None
+    if not isinstance(x, NUMPY) or x.dtype.kind not in "iuf" or x.dtype == dtype:
+        return None
+    outside = ((x < low) | (x > high)) & (np.abs(x) != np.inf)
+    return np.asarray(x)[outside][0] if outside.any() else None
+
+
+@cache
+def _limits(dtype: Any) -> tuple:
+    """The least and the largest finite number of a dtype. Those that are no numbers have none."""
+    if jnp.issubdtype(dtype, np.integer):
+        return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    if jnp.issubdtype(dtype, np.inexact):
+        return float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
+    return -np.inf, np.inf
 
 
 def _check_mask(mask: Any, length: int) -> None:

@@ -203,8 +203,11 @@ def find_jax_env(envs: Any, run: Any) -> Any:
     """The environment of `envs`, of which there is one, if it is written in JAX; otherwise None.
 
     It must have no other wrappers than those that this module replaces. UsageError if it is None
-    and flags ask for several agents, devices or processes.
+    and flags ask for several agents, devices or processes. As each run begins here, a line says how
+    observations are read that are no vector.
     """
+    if line := images.describe(envs):
+        tqdm.write(f"{run.env_id}: {line}")
     env = envs.unwrapped
     if isinstance(env, SyncVectorEnv):
         env = env.envs[0]

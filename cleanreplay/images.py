@@ -1,47 +1,64 @@
 """What images need: convolutions, stacks of frames, a check of videos.
 
 A script uses this module if observations are images or no Box, with --frame-stack, and with
---capture-video.
+--capture-video. A run begins with what `describe` says of its observations.
 """
 
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Any
 
 import flax.linen as nn
 import gymnasium as gym
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.linear import default_kernel_init
 from gymnasium.vector.utils import batch_space
+from gymnasium.wrappers.vector import FlattenObservation
 from jax import Array
 
 from cleanreplay.errors import UsageError
+
+MAX_NUMBERS = 10_000_000  # of an observation that is flattened
+
+
+def channels_axis(shape: tuple) -> int:
+    """Which axis of images [..., H, W, C] or [..., C, H, W] is channels: -1 or -3.
+
+    Two equal axes are height and width. If all three are equal, or none are, the smaller one of the
+    first and the last is channels, and the last if these are equal.
+    """
+    first, middle, last = shape[-3:]
+    if (first == middle) != (middle == last):
+        return -1 if first == middle else -3
+    return -3 if first < last else -1
 
 
 def channels_last(x: Array) -> Array:
     """Images [B, H, W], [B, H, W, C], [B, C, H, W], or stacks [B, K, ...] of them: [B, H, W, C]."""
     if x.ndim == 3:
         x = x[..., None]
-    if x.shape[-3] < x.shape[-1]:
-        x = jnp.moveaxis(x, -3, -1)
+    x = jnp.moveaxis(x, channels_axis(x.shape), -1)
     if x.ndim == 5:  # the frames of a stack become channels
         x = jnp.moveaxis(x, 1, 3)
         x = x.reshape(*x.shape[:3], -1)
     return x
 
 
-def are_images(x: Array) -> bool:
+def are_images(x: Array | jax.ShapeDtypeStruct) -> bool:
     """Whether observations [B, ...] are images, or stacks of them: uint8 or bool, and large enough.
 
     With an axis of channels, or of a stack, 5 x 5 pixels are enough, else it takes 36 x 36.
     """
     if x.dtype not in (jnp.uint8, bool) or x.ndim not in (3, 4, 5):
         return False
-    return min(channels_last(x).shape[1:3]) >= (36 if x.ndim == 3 else 5)
+    _, height, width, _ = jax.eval_shape(channels_last, x).shape
+    return min(height, width) >= (36 if x.ndim == 3 else 5)
 
 
 class Conv(nn.Module):
@@ -152,14 +169,47 @@ class FrameStack(gym.vector.VectorWrapper):
 
 def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
     """Flattens observations that are no Box, such as a Dict, and stacks the last frame_stack."""
-    space: Any = envs.single_observation_space
-    if not isinstance(space, gym.spaces.Box):
-        with suppress(NotImplementedError):  # a space that Gymnasium does not know
-            envs = gym.wrappers.vector.FlattenObservation(envs)
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        hint = "a wrapper must choose what the network sees, see docs/environments.md"
-        raise UsageError(f"observations {space} cannot be flattened to a Box: {hint}")
+        check_flat(envs.single_observation_space)
+        envs = FlattenObservation(envs)
     return FrameStack(envs, frame_stack) if frame_stack > 1 else envs
+
+
+def check_flat(space: gym.Space) -> None:
+    """Raises UsageError unless observations can be flattened to a vector of moderate size."""
+    hint = "a wrapper must choose what the network sees, see docs/environments.md"
+    what = f"observations {in_one_line(space)}"
+    try:
+        size = gym.spaces.flatdim(space)
+    except (NotImplementedError, ValueError) as error:  # an unknown kind, or of any length
+        raise UsageError(f"{what} cannot be flattened to a Box: {hint}") from error
+    if size > MAX_NUMBERS:
+        limit = f"more than {MAX_NUMBERS:,}"
+        raise UsageError(f"{what} would be flattened to {size:,} numbers, {limit}: {hint}")
+
+
+def describe(envs: gym.vector.VectorEnv) -> str:
+    """How the network of a script reads observations that are no vector; "" for vectors."""
+    space: Any = envs.single_observation_space
+    x = jax.ShapeDtypeStruct((1, *space.shape), space.dtype)
+    if are_images(x):
+        _, height, width, channels = jax.eval_shape(channels_last, x).shape
+        return f"observations are images of {height} x {width} with {channels} channels"
+    what = "observations"
+    given: Any = envs  # what `wrap` was given
+    while isinstance(given, FrameStack | FlattenObservation):
+        if isinstance(given, FrameStack):
+            what = f"stacks of {given.count} observations"
+        given = given.env
+    if given is envs and len(space.shape) == 1:
+        return ""
+    single = in_one_line(given.single_observation_space)
+    return f"{what} {single} are flattened to {np.prod(space.shape, dtype=int):,} numbers"
+
+
+def in_one_line(space: gym.Space) -> str:
+    """A space as Gymnasium writes it, without what is too long for a message."""
+    return shorten(str(space), 200, placeholder=" ...")
 
 
 def check_video(make_envs: Callable) -> None:

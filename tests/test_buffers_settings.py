@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import re
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import decode, encode
+from helpers import assert_trees_equal, decode, encode
 
 import buffers
 
@@ -105,17 +107,101 @@ def test_a_state_of_another_kind_is_an_error(kind, other):
         (np.uint8(0), -1),
         (np.int32(0), 2**40 + 5),
         (np.int32(0), np.int64(2**40 + 5)),
+        (np.int32(0), np.array(2**40 + 5)),
+        (np.float16(0), 1e6),
+        (np.float16(0), 10**6),
+        (jnp.bfloat16(0), 1e39),
+        (np.float32(0), 2**130),
+        (np.float32(0), np.float64(-1e300)),
+        (np.float32(0), np.array(1e300)),
+        (np.complex64(0), 1e300),
     ],
     ids=repr,
 )
 def test_a_number_that_does_not_fit_is_an_error(slot, number):
     buffer = buffers.circular_buffer(3)
     state = buffer.init({"x": slot})
-    message = rf"add: leaf \['x'\] is .*, which {slot.dtype} does not hold"
-    with pytest.raises(ValueError, match=message):
+    message = rf"add: leaf \['x'\] has {re.escape(str(number))}, which {slot.dtype} does not hold: "
+    with pytest.raises(ValueError, match=message + "give init an item of a larger dtype"):
         buffer.add(state, {"x": number})
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda state: buffer.add(state, {"x": number}))(state)
+    assert buffer.size(state) == 0  # the state was not used up
+
+
+@pytest.mark.parametrize(
+    ("slot", "numbers"),
+    [
+        (np.int32(0), np.array([7, 2**33 + 5])),
+        (np.int32(0), np.array([7, -(2**63)])),
+        (np.uint32(0), np.array([7, 2**32], np.uint64)),
+        (np.float32(0), np.array([np.nan, 1e300])),
+    ],
+    ids=repr,
+)
+def test_an_array_of_64_bits_with_a_number_that_does_not_fit_is_an_error(slot, numbers):
+    replay = buffers.uniform_replay(3)
+    state = replay.init({"x": slot})
+    message = rf"leaf \['x'\] has {re.escape(str(numbers[1]))}, which {slot.dtype} does not hold"
+    with pytest.raises(ValueError, match="add_batch: " + message):
+        replay.add_batch(state, {"x": numbers})
+    with pytest.raises(ValueError, match="add_batch: " + message):
+        replay.add_and_sample(replay.add(state, {"x": slot}), {"x": numbers}, KEY, 2)
+
+
+@pytest.mark.parametrize(
+    ("slot", "numbers"),
+    [
+        (np.int32(0), np.array([-(2**31), 2**31 - 1])),
+        (np.uint32(0), np.array([0, 2**32 - 1], np.uint64)),
+        (np.float32(0), np.array([np.nan, np.inf, -np.inf, 0.5, 3e38])),
+        (np.complex64(0), np.array([1e30 + 1j])),
+        (np.int32(0), np.zeros(0, np.int64)),
+    ],
+    ids=repr,
+)
+def test_an_array_of_64_bits_whose_numbers_fit_is_stored(slot, numbers):
+    buffer = buffers.circular_buffer(6)
+    state = buffer.add_batch(buffer.init(slot), numbers)
+    _, stored = buffer.pop(state, len(numbers)) if len(numbers) else (None, numbers)
+    np.testing.assert_array_equal(stored, numbers.astype(slot.dtype))
+
+
+@pytest.mark.parametrize("indices", [None, np.array([1])], ids=["all", "at"])
+@pytest.mark.parametrize(("slot", "number"), [(np.uint8(0), 300), (np.float16(0), 1e6)], ids=repr)
+def test_a_number_of_an_update_that_does_not_fit_is_an_error(slot, number, indices):
+    buffer = buffers.circular_buffer(2)
+    state = buffer.add_batch(buffer.init({"x": slot}), {"x": np.zeros(2, slot.dtype)})
+    message = rf"update: fn's result: leaf \['x'\] has {number}, which {slot.dtype} does not hold"
+    with pytest.raises(ValueError, match=message):
+        buffer.update(state, lambda _: {"x": number}, indices)
+    assert buffer.size(state) == 2
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["direct", "jit"])
+def test_an_array_of_another_dtype_is_an_error_even_if_it_is_weakly_typed(jit):
+    """Its values are not known in jit, and 300 would become 44."""
+    buffer = buffers.circular_buffer(2)
+    state = buffer.add(buffer.init(np.uint8(0)), 7)
+    message = "has dtype int32, expected uint8 as given to init: convert it with .astype"
+    weak = jnp.where(jnp.arange(2) > 0, 300, 5)
+    for call in (
+        lambda state: buffer.add(state, weak[0]),
+        lambda state: buffer.add_batch(state, weak),
+        lambda state: buffer.update(state, lambda x: jnp.where(x > 3, 300, 5)),
+        lambda state: buffer.update(state, lambda x: jnp.where(x > 3, 300, 5), np.array([0])),
+    ):
+        with pytest.raises(TypeError, match=message):
+            jit(call)(state)
+
+
+def test_numbers_of_an_update_take_the_dtype_of_their_slot():
+    buffer = buffers.circular_buffer(2)
+    slots = {"u": np.uint8(0), "h": np.float16(0), "n": np.uint32(0)}
+    state = buffer.add(buffer.init(slots), {"u": 200, "h": 1.5, "n": 2**32 - 1})
+    state = buffer.update(state, lambda item: item | {"u": 255, "h": 7})
+    item = {"u": np.uint8(255), "h": np.float16(7), "n": np.uint32(2**32 - 1)}
+    assert_trees_equal(buffer.get(state, 0), item)
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan, 3, 1.5, np.float32(2)], ids=repr)

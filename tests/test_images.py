@@ -26,6 +26,13 @@ SMALL = {  # shapes of observations, and what they are with the channels last
     (5, 5, 1): (5, 5, 1),
     (35, 84, 3): (35, 84, 3),
     (2, 3, 7, 8): (7, 8, 6),  # a stack of 2
+    (7, 7, 20): (7, 7, 20),  # two equal axes are height and width
+    (8, 8, 27): (8, 8, 27),
+    (9, 9, 17): (9, 9, 17),
+    (17, 8, 8): (8, 8, 17),
+    (5, 6, 5): (5, 6, 5),  # no image has channels in the middle
+    (2, 9, 9, 17): (9, 9, 34),
+    (2, 17, 8, 8): (8, 8, 34),
 }
 LARGE = {
     (36, 36): (36, 36, 1),
@@ -136,6 +143,68 @@ def test_first_weights_of_convolutions_are_those_of_flax():
     ours = dqn_jax.QNetwork(3).init(jax.random.PRNGKey(0), x)
     wanted = FlaxNetwork(is_large=True).init(jax.random.PRNGKey(0), x.astype(np.float32))
     jax.tree.map(np.testing.assert_array_equal, ours, wanted)
+
+
+def read_as(shape, dtype=np.uint8, frame_stack=1):
+    """What is said of observations, in the vector environment that a script makes."""
+    space = gym.spaces.Box(0, 1, shape, dtype)
+    envs = gym.vector.SyncVectorEnv([lambda: Observer(space)])
+    return images.describe(images.wrap(envs, frame_stack))
+
+
+class Observer(gym.Env):
+    """It has a space of observations, and shows none."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, space):
+        self.observation_space = space
+
+
+@pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=str)
+def test_a_line_says_how_images_are_read(shape):
+    height, width, channels = (SMALL | LARGE)[shape]
+    wanted = f"observations are images of {height} x {width} with {channels} channels"
+    assert read_as(shape) == wanted
+
+
+def test_a_line_says_that_a_stack_of_images_is_read_as_channels():
+    assert read_as((36, 40), frame_stack=4) == "observations are images of 36 x 40 with 4 channels"
+    assert read_as((7, 7, 20), bool, 3) == "observations are images of 7 x 7 with 60 channels"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "frame_stack", "line"),
+    [
+        ((3, 4), np.uint8, 1, "observations Box(0, 1, (3, 4), uint8) are flattened to 12 numbers"),
+        (
+            (40, 40, 3),
+            np.float32,
+            1,
+            "observations Box(0.0, 1.0, (40, 40, 3), float32) are flattened to 4,800 numbers",
+        ),
+        (
+            (3,),
+            np.float32,
+            4,
+            "stacks of 4 observations Box(0.0, 1.0, (3,), float32) are flattened to 12 numbers",
+        ),
+        ((3,), np.float32, 1, ""),
+        ((128,), np.uint8, 1, ""),
+    ],
+)
+def test_a_line_says_that_other_observations_than_vectors_are_flattened(
+    shape, dtype, frame_stack, line
+):
+    assert read_as(shape, dtype, frame_stack) == line
+
+
+def test_a_space_with_many_bounds_is_named_in_one_short_line():
+    space = gym.spaces.Box(np.float32(np.random.default_rng(0).random((40, 9))), 1.0, (40, 9))
+    line = images.describe(gym.vector.SyncVectorEnv([lambda: Observer(space)]))
+    assert line.startswith("observations Box([[")
+    assert line.endswith(" ... are flattened to 360 numbers")
+    assert len(line) < 300
 
 
 def test_the_frames_of_a_stack_become_channels():

@@ -65,6 +65,9 @@ for kind, (space, observation, _) in OBSERVATIONS.items():
     given = {"space": space, "observation": observation}
     how = {"max_episode_steps": 5, "disable_env_checker": True}  # it dislikes the same object
     gym.register(f"Observes{kind}-v0", Observes, kwargs=given, **how)
+for n in (10**9, 10**7 + 1):
+    of_many_states = {"space": Discrete(n), "observation": np.int64(3)}
+    gym.register(f"ObservesState{n}-v0", Observes, kwargs=of_many_states)
 of_any_length = {"space": Sequence(Box(0, 1, (1,))), "observation": ()}
 gym.register("ObservesSequence-v0", Observes, kwargs=of_any_length)
 
@@ -105,6 +108,52 @@ def test_observations_that_are_no_vector_are_learned_from(kind):
 def test_observations_that_have_no_flat_form_are_a_mistake(kind, run_main):
     line = one_line(run_main(dqn_jax, "--env-id", f"Observes{kind}-v0"))
     assert "cannot be flattened to a Box: a wrapper must choose what the network sees" in line
+
+
+@pytest.mark.parametrize(("size", "n"), [("1,000,000,000", 10**9), ("10,000,001", 10**7 + 1)])
+def test_observations_whose_flat_form_is_huge_are_a_mistake(size, n, run_main):
+    line = one_line(run_main(dqn_jax, "--env-id", f"ObservesState{n}-v0"))
+    wanted = (
+        f"observations Discrete({n}) would be flattened to {size} numbers, more than 10,000,000"
+    )
+    assert f"{wanted}: a wrapper must choose what the network sees" in line
+
+
+TUPLE = "observations Tuple(Discrete(2), Box(-1.0, 1.0, (1,), float32)) are flattened to 3 numbers"
+
+
+@pytest.mark.parametrize(
+    ("env_id", "wanted"),
+    [
+        ("ObservesTuple-v0", TUPLE),
+        ("FlagsInJax-v0", "observations are images of 7 x 7 with 20 channels"),
+    ],
+    ids=["ordinary", "compiled"],
+)
+def test_a_run_says_once_how_observations_are_read(env_id, wanted, run_main):
+    """Not again in its evaluations."""
+    flags = [f"--{name.replace('_', '-')}={x}" for name, x in SMALL_DQN.items()]
+    flags += ["--log-interval=100", "--eval-interval=100", "--eval-max-steps=5"]
+    code, out, _ = run_main(dqn_jax, "--env-id", env_id, "--checkpoint-interval=0", *flags)
+    assert code == 0
+    assert out.count("in an evaluation") == 2
+    assert [x for x in out.splitlines() if "observations" in x] == [f"{env_id}: {wanted}"]
+
+
+class FlagsInJax(Chain):
+    """Each state is a plane of flags that are set."""
+
+    observation_space = gym.spaces.Box(0, 1, (7, 7, 20), bool)
+
+    def observation(self, state, rng, params=None):
+        return jnp.broadcast_to(jnp.arange(20) == state, (7, 7, 20))
+
+
+def make_flags(**kwargs):
+    return FunctionalJaxEnv(FlagsInJax(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("FlagsInJax-v0", make_flags, max_episode_steps=9, disable_env_checker=True)
 
 
 class Loose(gym.vector.VectorEnv):
