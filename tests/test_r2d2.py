@@ -175,7 +175,6 @@ def h_of_the_paper(x):
     return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 1e-3 * x
 
 
-# Float32, of which 1e-8 is the smallest whose square root of 1 + x float64 tells from 1 well enough.
 VALUES = np.float32(np.geomspace(1e-8, 1e6, 1_001))
 VALUES = np.concatenate([-VALUES, [0], VALUES])
 
