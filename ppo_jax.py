@@ -246,9 +246,10 @@ class PPO:
         self.shard_batch = shard_batch
         self.action_space = action_space
         if self.is_box:  # a bound that is missing is taken to be 2 away from the other one
-            beside = np.where(action_space.bounded_above, action_space.high - 2, -1)
-            self.low = np.where(action_space.bounded_below, action_space.low, beside)
-            self.high = np.where(action_space.bounded_above, action_space.high, self.low + 2)
+            low, high = np.float64([action_space.low, action_space.high])  # against overflow
+            low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
+            high = np.where(np.isfinite(high), high, low + 2)
+            self.middle, self.half = (low + high) / 2, (high - low) / 2
         self.rollout_shape = (args.num_steps, args.num_envs)
         self.steps_per_iteration = args.num_envs * args.num_steps
         if self.steps_per_iteration % args.num_minibatches > 0:
@@ -319,9 +320,8 @@ class PPO:
         box = self.action_space
         if not self.is_box:
             return action + int(box.start)
-        fraction = 0.5 * (action + 1)
-        action = self.low * (1 - fraction) + self.high * fraction
-        return action.clip(box.low, box.high).astype(box.dtype)
+        action = (self.middle + self.half * action).clip(box.low, box.high)
+        return action.astype(min(box.dtype, action.dtype))  # JAX has no float64
 
     def policy(self, params, key=None):
         """A function from NumPy observations [N, ...] to the environment's actions [N, ...]."""

@@ -262,7 +262,8 @@ class SAC:
         """The environment's actions, between its bounds."""
         low, high = self.action_space.low, self.action_space.high
         fraction = 0.5 * (action + 1)
-        return (low * (1 - fraction) + high * fraction).clip(low, high).astype(low.dtype)
+        action = (low * (1 - fraction) + high * fraction).clip(low, high)
+        return action.astype(min(low.dtype, action.dtype))  # JAX has no float64
 
     def policy(self, params, key=None):
         """A function from NumPy observations [N, ...] to the environment's actions [N, ...]."""

@@ -156,7 +156,7 @@ class JaxEnvs:
         Returns their returns [episodes], and whether they ended [episodes] within max_steps.
         """
         max_steps = min(self.time_limit, max_steps)
-        first_step = self.agent.args.total_timesteps
+        first_step = min(self.agent.args.total_timesteps, 2**31 - 1 - max_steps)  # as play_episodes
         keys = jax.random.split(key, (max_steps, episodes))
         act_key = jax.random.fold_in(key, 1) if explores else None
 

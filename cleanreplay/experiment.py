@@ -158,7 +158,8 @@ def play_episodes(agent: Any, run: Any, params: Any, envs: Any, stop: list) -> n
     over = np.zeros(envs.num_envs, bool)
     key = jax.random.fold_in(jax.random.PRNGKey(run.seed), 2**31)  # no step of training is so large
     act = agent.policy(params, key if run.eval_explores else None)
-    first_step = agent.args.total_timesteps  # explores as at the end of training
+    # It explores as at the end of training. No step is beyond int32.
+    first_step = min(agent.args.total_timesteps, 2**31 - 1 - run.eval_max_steps)
     observation, _ = envs.reset(seed=int(key[0]) // 4)
     for step in range(first_step, first_step + run.eval_max_steps):
         observation = np.asarray(observation, agent.example_step.observation.dtype)

@@ -119,6 +119,14 @@ def test_dqn_explores_with_the_epsilon_that_training_ends_with(env_id, end_e):
 
 
 @BOTH
+def test_an_evaluation_after_the_most_steps_that_int32_holds_explores_as_at_the_end(env_id):
+    args = dqn_jax.Args(total_timesteps=2**31 - 1, start_e=0.0, end_e=1.0)
+    flags = dict(env_id=env_id, eval_explores=True)
+    counts = count_actions(dqn_jax, args, DQN_HEAD, [1, 0, 0], **flags)
+    assert_shares(counts, [1 / 3] * 3)
+
+
+@BOTH
 def test_ppo_draws_actions_from_its_policy(env_id):
     shares = [0.1, 0.2, 0.7]
     flags = dict(env_id=env_id, eval_explores=True)

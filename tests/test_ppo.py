@@ -288,24 +288,66 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     assert all(space.contains(action) for action in [*modes, *draws])
 
 
-@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def env_actions(action_space, actions, is_compiled):
+    """The environment's actions [5, A] for `actions` [5] of the policy, the same on all axes."""
+    agent = PPO(Args(), OBSERVATIONS, action_space)
+    actions = np.float32(actions)[:, None].repeat(action_space.shape[0], axis=1)
+    convert = jax.jit(agent.to_env_action) if is_compiled else agent.to_env_action
+    return convert(actions)
+
+
+IN_BOTH_LOOPS = pytest.mark.parametrize("is_compiled", [False, True], ids=["ordinary", "compiled"])
+INF = np.inf
+
+
+@IN_BOTH_LOOPS
 @pytest.mark.parametrize(
     ("low", "high", "wanted"),
     [
-        (300, 500, [300, 400, 425, 500, 500]),
-        (-1, 1, [-1, 0, 0.25, 1, 1]),
-        (-np.inf, np.inf, [-1, 0, 0.25, 1, 7]),
-        (0.1, np.inf, [0.1, 0.1, 0.25, 1, 7]),
-        (-np.inf, 0.1, [-1, 0, 0.1, 0.1, 0.1]),
+        ([300], [500], [[300], [400], [425], [500], [500]]),
+        ([-1], [1], [[-1], [0], [0.25], [1], [1]]),
+        ([-INF], [INF], [[-1], [0], [0.25], [1], [7]]),
+        ([0.1], [INF], [[0.1], [1.1], [1.35], [2.1], [8.1]]),
+        ([-INF], [0.1], [[-1.9], [-0.9], [-0.65], [0.1], [0.1]]),
+        (
+            [0, -INF, 300],
+            [1, INF, 500],
+            [[0, -1, 300], [0.5, 0, 400], [0.625, 0.25, 425], [1, 1, 500], [1, 7, 500]],
+        ),
     ],
+    ids=str,
 )
-def test_actions_from_minus_1_to_1_cover_a_bounded_box_and_others_are_clipped(
-    low, high, wanted, array
+def test_minus_1_to_1_covers_each_axis_and_a_missing_bound_is_2_away(
+    low, high, wanted, is_compiled
 ):
-    agent = PPO(Args(), OBSERVATIONS, gym.spaces.Box(low, high, (1,)))
-    got = agent.to_env_action(array(np.float32([[-1], [0], [0.25], [1], [7]])))
-    np.testing.assert_allclose(got[:, 0], wanted, rtol=1e-6, atol=1e-6)
-    assert got.dtype == np.float32
+    space = gym.spaces.Box(np.float32(low), np.float32(high))
+    got = env_actions(space, [-1, 0, 0.25, 1, 7], is_compiled)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@IN_BOTH_LOOPS
+@pytest.mark.parametrize(
+    ("low", "high", "middle"), [(-3e38, 3e38, 0), (0, 3e38, 1.5e38), (-3e38, -2.5e38, -2.75e38)]
+)
+def test_bounds_that_are_huge_do_not_overflow(low, high, middle, is_compiled):
+    """Warnings are errors here."""
+    space = gym.spaces.Box(low, high, (1,))
+    got = env_actions(space, [-4, -1, 0, 1, 4], is_compiled)
+    wanted = np.float32([low, low, middle, high, high])
+    np.testing.assert_allclose(got[:, 0], wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_actions_have_the_dtype_of_their_space(dtype):
+    """In JAX, which has no float64, they are of float32 at most."""
+    space = gym.spaces.Box(dtype([0.1, -INF, 0.3]), dtype([0.7, INF, INF]), dtype=dtype)
+    actions = [-3, -1, -0.123, 1, 3]
+    got = env_actions(space, actions, is_compiled=False)
+    assert got.dtype == dtype
+    assert all(space.contains(action) for action in got)
+    compiled = env_actions(space, actions, is_compiled=True)
+    assert compiled.dtype == min(np.dtype(dtype), np.dtype(np.float32))
+    np.testing.assert_allclose(compiled, got, rtol=1e-3 if dtype == np.float16 else 1e-6)
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])

@@ -169,11 +169,24 @@ def test_the_burn_in_only_brings_the_memory_up_to_date():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-def test_rescaling_is_the_function_of_the_paper_and_undone_by_its_inverse():
-    x = np.linspace(-300, 300, 1_001)
-    wanted = np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 1e-3 * x
-    np.testing.assert_allclose(rescale(x), wanted, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(unscale(rescale(x)), x, rtol=1e-2, atol=1e-3)
+def h_of_the_paper(x):
+    """In float64."""
+    x = np.float64(x)
+    return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + 1e-3 * x
+
+
+VALUES = np.float32(np.geomspace(1e-8, 1e6, 1_001))
+VALUES = np.concatenate([-VALUES, [0], VALUES])
+
+
+def test_rescaling_is_the_function_of_the_paper_from_the_smallest_values_to_the_largest():
+    np.testing.assert_allclose(rescale(VALUES), h_of_the_paper(VALUES), rtol=1e-5)
+
+
+def test_unscaling_is_the_inverse_from_the_smallest_values_to_the_largest():
+    np.testing.assert_allclose(h_of_the_paper(unscale(VALUES)), VALUES, rtol=1e-5)
+    np.testing.assert_allclose(unscale(rescale(VALUES)), VALUES, rtol=1e-5)
+    np.testing.assert_allclose(rescale(unscale(VALUES)), VALUES, rtol=1e-5)
 
 
 def test_priorities_mix_the_largest_and_the_mean_error():

@@ -280,6 +280,20 @@ def test_actions_reach_the_bounds_and_never_leave_them(dtype):
         assert space.contains(agent.to_env_action(action))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_actions_have_the_dtype_of_their_space(dtype):
+    """In JAX, which has no float64, they are of float32 at most."""
+    space = gym.spaces.Box(dtype([0.1, -0.3, -6e4]), dtype([0.7, 0.3, 6e4]), dtype=dtype)
+    agent = make(Args(), action_space=space)
+    actions = np.float32([-1, -0.123, 0.5, 1])[:, None].repeat(3, axis=1)
+    got = agent.to_env_action(actions)
+    assert got.dtype == dtype
+    assert all(space.contains(action) for action in got)
+    compiled = jax.jit(agent.to_env_action)(actions)
+    assert compiled.dtype == min(np.dtype(dtype), np.dtype(np.float32))
+    np.testing.assert_allclose(compiled, got, rtol=1e-3 if dtype == np.float16 else 1e-6)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_policy_stays_in_the_box_whatever_it_sees(dtype):
     space = box_of_eight(dtype)
