@@ -74,11 +74,13 @@ class Keeper(AbstractContextManager):
         run = self.run
         is_first_process = jax.process_index() == 0
         usage.check_memory(init)
+        if run.track and not run.resume:  # without a login there will be no folder
+            self.begin_tracking()
         self.folder.mkdir(parents=True, exist_ok=True)
         if is_first_process:
             self.on_exit.enter_context(locked(self.folder))
-        if run.track:
-            tracking.init_wandb(self.folder.name, vars(run) | vars(self.agent.args))
+        if run.track and run.resume:
+            self.begin_tracking()
         self.checkpoints = Checkpoints(self.folder, saves=run.checkpoint_interval > 0)
         state = init()
         if run.resume:
@@ -89,6 +91,10 @@ class Keeper(AbstractContextManager):
         if run.track:
             self.on_exit.callback(tracking.log_videos, self.folder, self.first_step)
         return state
+
+    def begin_tracking(self) -> None:
+        """Begins the run in Weights & Biases, or resumes it."""
+        tracking.init_wandb(self.folder.name, vars(self.run) | vars(self.agent.args))
 
     def restore(self, state: Any) -> Any:
         """The State of the newest checkpoint. `state` has its shapes, and is used up."""
