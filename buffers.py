@@ -1216,7 +1216,7 @@ def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: s
                 f"{where} shape {shape}, expected {wanted}, which is ({axes}item){hint}"
             )
         dtype = jnp.result_type(item)
-        if dtype != slots.dtype:
+        if dtype != slots.dtype and not _is_weak_and_fits(slots, item):
             raise TypeError(
                 f"{where} dtype {dtype}, expected {slots.dtype} as given to init: convert it with "
                 f".astype({str(slots.dtype)!r}), or give init an item of dtype {dtype}"
@@ -1249,6 +1249,18 @@ def _converted(name: str, storage: PyTree, items: PyTree) -> PyTree:
         if type(x) in PYTHON and jnp.issubdtype(slots.dtype, PYTHON[type(x)]):
             leaves[i] = np.asarray(x, slots.dtype)
     return tree_unflatten(structure, leaves)
+
+
+def _is_weak_and_fits(slots: Array, x: Any) -> bool:
+    """Whether `x` is a weakly typed array that the slots may store, such as `jnp.where(y, 1, 0)`.
+
+    Its numbers are not known in jit, so they must hold all that its own dtype can.
+    """
+    if not jax.typeof(x).weak_type or jnp.result_type(slots, x) != slots.dtype:
+        return False
+    low, high = _limits(x.dtype)
+    least, largest = _limits(slots.dtype)
+    return least <= low and high <= largest
 
 
 def _not_held(dtype: Any, x: Any) -> Any:

@@ -246,7 +246,7 @@ class PPO:
         self.shard_batch = shard_batch
         self.action_space = action_space
         if self.is_box:  # a bound that is missing is taken to be 2 away from the other one
-            low, high = np.float64([action_space.low, action_space.high])  # against overflow
+            low, high = np.array([action_space.low, action_space.high], float)  # against overflow
             low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
             high = np.where(np.isfinite(high), high, low + 2)
             self.middle, self.half = (low + high) / 2, (high - low) / 2

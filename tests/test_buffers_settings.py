@@ -179,8 +179,8 @@ def test_a_number_of_an_update_that_does_not_fit_is_an_error(slot, number, indic
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["direct", "jit"])
-def test_an_array_of_another_dtype_is_an_error_even_if_it_is_weakly_typed(jit):
-    """Its values are not known in jit, and 300 would become 44."""
+def test_a_weakly_typed_array_that_may_not_fit_is_an_error(jit):
+    """Its numbers are not known in jit, and 300 would become 44."""
     buffer = buffers.circular_buffer(2)
     state = buffer.add(buffer.init(np.uint8(0)), 7)
     message = "has dtype int32, expected uint8 as given to init: convert it with .astype"
@@ -193,6 +193,17 @@ def test_an_array_of_another_dtype_is_an_error_even_if_it_is_weakly_typed(jit):
     ):
         with pytest.raises(TypeError, match=message):
             jit(call)(state)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["direct", "jit"])
+def test_a_weakly_typed_array_that_fits_takes_the_dtype_of_its_slot(jit):
+    buffer = buffers.circular_buffer(4)
+    weak = jnp.where(jnp.arange(2) > 0, 300, 5)
+    state = jit(lambda state: buffer.add(state, weak[1]))(buffer.init(np.float32(0)))
+    state = jit(lambda state: buffer.add_batch(state, weak))(state)
+    np.testing.assert_array_equal(buffer.get(state, np.arange(3)), np.float32([300, 5, 300]))
+    state = jit(lambda state: buffer.update(state, lambda x: jnp.where(x > 7, 2, 1)))(state)
+    np.testing.assert_array_equal(buffer.get(state, np.arange(3)), np.float32([2, 1, 2]))
 
 
 def test_numbers_of_an_update_take_the_dtype_of_their_slot():

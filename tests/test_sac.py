@@ -610,6 +610,46 @@ def test_the_numbers_of_gradient_steps_count_from_step_0(simple_networks):
     assert updates == [55, 56, 57, 58, 59, 60]
 
 
+def test_a_hundred_steps_of_the_policy_are_a_loop_of_the_program(simple_networks):
+    """Unrolled they would take minutes to compile."""
+    programs = []
+    for frequency in (4, 100):
+        agent, _ = learner_and_rollout(policy_frequency=frequency)
+        state = jax.eval_shape(agent.init, jax.random.PRNGKey(0))
+        programs.append(jax.make_jaxpr(agent.gradient_step)(state, jax.random.PRNGKey(0), 100))
+    assert str(programs[0]).count("\n") == str(programs[1]).count("\n")
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_policy_follow_each_other_with_keys_of_their_own(simple_networks):
+    """They are those of update_policy, one after the other, with the new critics."""
+    agent, _ = learner_and_rollout(policy_frequency=3)
+    update_policy = agent.update_policy
+    calls = []
+
+    def noted(policy, critics, batch, key):
+        inputs = (policy, critics, batch, key)
+        jax.debug.callback(lambda *args: calls.append(args), *inputs, ordered=True)
+        return update_policy(policy, critics, batch, key)
+
+    agent.update_policy = noted
+    before = filled(agent)
+    after, _ = jax.jit(agent.gradient_step)(before, jax.random.PRNGKey(0), 3)
+    jax.effects_barrier()
+    assert len({tuple(key.tolist()) for *_, key in calls}) == len(calls) == 3
+    policy = before.policy
+    update_once = jax.jit(update_policy)
+    for given, *inputs in calls:
+        assert_trees_close(given, policy)
+        assert_trees_close(inputs[0], after.critics)
+        policy = update_once(policy, *inputs)
+    assert_trees_close(after.policy, policy)
+
+
+def assert_trees_close(actual, expected):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), actual, expected)
+
+
 def test_what_is_drawn_in_to_transitions_does_not_depend_on_the_batch(simple_networks):
     """Its key is another one than that of the draw from the replay."""
     agent, _ = learner_and_rollout()
