@@ -399,6 +399,7 @@ def operations_that_write(shape, compiled):
     return {last_operation[name] for name in fusions}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "agents", [slow(0), 1, 3], ids=["one", "a stack of one", "a stack of three"]
 )

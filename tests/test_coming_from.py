@@ -352,6 +352,7 @@ def test_the_circular_buffer_of_dejax_does_the_same():
     run_table("dejax.circular_buffer", {"circular_buffer": circular_buffer}, held_by_dejax)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "subject", ["items", "steps of several environments", "trajectories", "prioritised", "a queue"]
 )

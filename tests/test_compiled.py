@@ -578,6 +578,7 @@ def test_environments_of_one_agent_spread_over_devices(group):
         assert len(x.sharding.device_set) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS[::2], ids=IDS[::2], indirect=True)
 def test_seeds_spread_over_devices(group):
     module, flags, training, scalars = group
@@ -697,6 +698,7 @@ def test_a_complete_run_that_is_resumed_has_the_same_returns_and_is_evaluated_ag
         assert [step for step, _ in scalars["charts/SPS"]] == [32, 64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "flags"), [SCRIPTS[0], slow(*SCRIPTS[2])], ids=IDS[::2])
 def test_several_log_entries_of_one_call_are_those_of_a_call_for_each(module, flags, monkeypatch):
     """Each entry has its own step and values. No call is long, so that the next covers twice."""
@@ -843,6 +845,7 @@ def train_two_lengths(seed, num_seeds):
     return returns.tolist(), kept, lengths
 
 
+@pytest.mark.slow
 def test_the_returns_of_agents_with_short_and_long_episodes_are_those_of_each_alone():
     """In what `train` returns, and in what the checkpoint keeps."""
     together, kept, lengths = train_two_lengths(seed=TWO_LENGTHS, num_seeds=2)

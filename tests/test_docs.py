@@ -270,6 +270,7 @@ def test_a_trained_agent_plays_an_episode(block, frame_stack):
     np.testing.assert_array_equal(names["observation"], newest)
 
 
+@pytest.mark.slow
 def test_an_agent_with_a_memory_plays_an_episode():
     """It acts as the agent does whose memory goes from step to step, from an empty one on."""
     args = r2d2_jax.Args(total_timesteps=800, learning_starts=480)
@@ -444,6 +445,7 @@ def is_written_in_jax(script, args, run):
         return cleanreplay.compiled.find_jax_env(envs, run) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "env", "is_compiled"),
     [("my_corridor", "Corridor-v0", False), ("my_fast_corridor", "FastCorridor-v0", True)],

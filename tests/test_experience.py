@@ -73,6 +73,7 @@ def test_the_vault_says_what_its_experience_is_of(module):
     }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
     flags = FLAGS | dict(buffer_size=400)
     run = COUNTER | dict(checkpoint_interval=100)

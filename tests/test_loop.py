@@ -291,6 +291,7 @@ def test_programs_and_arrays_of_a_run_go_when_it_is_over():
     assert counts[2] <= counts[1]
 
 
+@pytest.mark.slow
 def test_each_run_evaluation_and_resume_has_environments_of_its_own():
     seeds = []
 

@@ -284,6 +284,7 @@ def make_other_numbers(**kwargs):
 gym.register("OtherNumbers-v0", make_other_numbers, max_episode_steps=9, disable_env_checker=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("env_id", ["OtherNumbers-v0", slow("tabular/Blackjack-v0")])
 def test_functional_environments_of_whole_numbers(name, env_id):

@@ -211,6 +211,7 @@ def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     assert (loaded != wanted[1]).any()
 
 
+@pytest.mark.slow
 def test_of_many_seeds_without_an_evaluation_it_is_the_first_one():
     args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=4))
     run = ppo_jax.Run(**CHAIN | dict(eval_episodes=0), num_seeds=3)
@@ -492,6 +493,7 @@ def test_the_agent_of_an_old_run_has_the_spaces_of_its_environment():
     np.testing.assert_array_equal(cleanreplay.load_policy(folder)(OBSERVATIONS), wanted)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_keeps_the_spaces_that_its_agent_sees():
     args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=2), frame_stack=2)
     _, _, folder = ppo_jax.train(args, ppo_jax.Run(**CHAIN | dict(eval_episodes=0)))

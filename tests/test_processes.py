@@ -165,6 +165,7 @@ def test_two_processes_go_on_with_what_one_saved(tmp_path):
     assert [step for step, _ in read_events(folder)[0]["charts/SPS"]] == [500, 1_000]
 
 
+@pytest.mark.slow
 @together
 @pytest.mark.parametrize(
     ("number", "which"),

@@ -216,6 +216,7 @@ def test_the_target_is_copied_at_the_multiples_of_its_period():
         np.testing.assert_array_equal(target, params)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_in_to_window_does_not_depend_on_the_batch():
     """Its key is another one than that of the draw from the replay."""
     agent, state = filled()

@@ -732,6 +732,7 @@ def test_a_run_on_pendulum_has_the_charts_of_cleanrl(run_main):
     assert "|env_id|Pendulum-v1|" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("networks", ["simple", slow("real")])
 def test_a_compiled_run_goes_on_bit_for_bit(networks, request, stop_at):
     """A signal comes in its third log interval."""
