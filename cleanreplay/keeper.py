@@ -54,7 +54,7 @@ class Keeper(AbstractContextManager):
         self.vault: Any = None  # the experience on disk, with --save-experience
         self.on_exit = ExitStack()
         args = agent.args
-        if "[" in str(folder) or "\\" in str(folder):  # Orbax takes them for a pattern
+        if any(sign in folder.as_posix() for sign in "[\\"):  # Orbax takes them for a pattern
             raise UsageError(f"{folder}: what is saved there could not be read, because of [ or \\")
         agents.check_step(agent.example_step)
         usage.check_iteration(agent.steps_per_iteration, args.total_timesteps, run.log_interval)
