@@ -447,7 +447,7 @@ def test_no_observations_give_no_actions_of_a_box_and_no_actions_of_a_memory():
     actions = cleanreplay.load_policy(folder)(np.zeros((0, 3)))
     assert (actions.shape, actions.dtype) == ((0, 1), np.float32)
     flags = dict(learning_starts=16, train_length=4, burn_in=2, period=2, n_step=1)
-    args = r2d2_jax.Args(total_timesteps=40, batch_size=2, buffer_size=64, **flags)
+    args = r2d2_jax.Args(total_timesteps=40, num_envs=1, batch_size=2, buffer_size=64, **flags)
     _, _, folder = r2d2_jax.train(args, r2d2_jax.Run(**COUNTER | dict(eval_episodes=0)))
     assert cleanreplay.load_policy(folder)(np.zeros((0, 3)), np.zeros(0, bool)).shape == (0,)
 
