@@ -75,18 +75,16 @@ class Checkpoints:
         """Writes a checkpoint, unless there is one of this step. UsageError if the disk is full."""
         if not self.saves or step == 0 or step in manager.all_steps():
             return
-        loggers = [logging.getLogger("absl"), logging.getLogger("asyncio")]
-        for logger in loggers:  # Orbax logs what it raises, in a hundred lines
-            logger.disabled = True
+        silence_orbax(True)
         try:
             manager.save(step, args=items, force=True, **metrics)
         except Exception as error:
-            if not files.is_full(error):
-                raise
-            end_threads()  # Orbax's, which would print after our line
-            raise UsageError(f"no space left on the disk of {manager.directory}") from error
-        for logger in loggers:
-            logger.disabled = False
+            if files.is_full(error):  # it stays silent: it would log more when it is freed
+                end_threads()
+                raise UsageError(f"no space left on the disk of {manager.directory}") from error
+            silence_orbax(False)
+            raise
+        silence_orbax(False)
 
     def restore(self, state: Any) -> tuple[int, Any, list]:
         """The step, the state and the recent returns of the newest checkpoint that can be read.
@@ -158,6 +156,12 @@ class Checkpoints:
         if step is None:
             raise UsageError(f"{self.latest.directory} has no checkpoint")
         return step
+
+
+def silence_orbax(silent: bool) -> None:
+    """Whether Orbax logs, in a hundred lines, what it raises as well."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).disabled = silent
 
 
 def end_threads() -> None:

@@ -120,8 +120,9 @@ class Experiment(AbstractContextManager):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.on_exit.__exit__(kind, error, traceback)
-        is_begun = self.writer is not None
-        if isinstance(error, EOFError | ConnectionError) and not is_begun:
+        never_began = self.writer is None
+        has_processes = self.run.vectorization == "async"
+        if never_began and has_processes and isinstance(error, EOFError | ConnectionError):
             raise UsageError(f"vectorization: {ENDED}") from error
 
 
