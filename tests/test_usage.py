@@ -325,7 +325,7 @@ def test_a_flag_that_the_script_has_dropped_can_be_deleted_from_the_folder():
 
 UNGUARDED = """
 import dqn_jax
-args = dqn_jax.Args(num_envs=2, total_timesteps=400, learning_starts=100, buffer_size=400)
+args = dqn_jax.Args(num_envs=2, total_timesteps=400, learning_starts=100, batch_size=8)
 dqn_jax.train(args, dqn_jax.Run(vectorization="async", eval_episodes=0))
 """
 
