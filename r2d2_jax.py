@@ -397,7 +397,7 @@ class R2D2:
 
 def keep_memory(memory: tuple, valid) -> tuple:
     """The memory after a step, zeros where the step was not valid [N], because it only reset."""
-    return tuple([np.where(valid, np.transpose(x), 0).T for x in memory])
+    return tuple([np.where(valid, np.asarray(x).T, 0).T for x in memory])
 
 
 def collect_rollout(agent: R2D2, envs, params, env_state: tuple, key, step: int):
