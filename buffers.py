@@ -654,6 +654,43 @@ class UniformReplay(Ring, Replay):
         probability = jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(float32), 0)
         return index, jnp.broadcast_to(probability, index.shape)
 
+    def later(
+        self, state: State, indices: Any, key: Array, goes_on: Array, *, horizon: int
+    ) -> Array:
+        """For each step at `indices` [B] the index of a later step of the same episode: [B] int32.
+
+        All of the next `horizon` steps, which is static, are as likely, up to the end of the
+        episode and the newest row. Where none follows it is the index itself. This is the strategy
+        "future" of hindsight: Andrychowicz et al. 2017, arXiv 1707.01495, section 4.5.
+
+        For an index that is gone: ValueError; inside jit some index.
+
+        Args:
+          goes_on: [T, N] bool, in the storage's order, such as `state.storage.valid`: whether the
+            row after this one is of the same episode.
+        """
+        indices = _as_indices("later", indices)
+        horizon = _positive("later: horizon", horizon)
+        wanted = (self.num_slots, self.envs)
+        if goes_on.shape != wanted or goes_on.dtype != bool:
+            given = f"{goes_on.dtype}{list(goes_on.shape)}"
+            raise ValueError(f"later: goes_on must be bool{list(wanted)}, got {given}")
+        self._check_stored("later", state, indices, 1)
+        return self._later(state._replace(storage=()), indices, key, goes_on, horizon)
+
+    @_compiled(static="horizon")
+    def _later(
+        self, counters: State, indices: Array, key: Array, goes_on: Array, horizon: int
+    ) -> Array:
+        steps = jnp.arange(horizon, dtype=int32)[None]
+        position = self._position(indices[:, None] + self.envs * steps)
+        age = (counters.cursor - indices // self.envs) % self.modulus  # 1: the newest row
+        follows = _gather(lax.collapse(goes_on, 0, 2), position) & (steps + 1 < age[:, None])
+        count = jnp.where(follows.all(axis=1), horizon, jnp.argmin(follows, axis=1)).astype(int32)
+        ahead = 1 + _random_below(count, jax.random.bits(key, (2, *indices.shape), uint32))
+        ahead = jnp.minimum(ahead, count)
+        return (indices + self.envs * ahead) % (self.modulus * self.envs)
+
 
 # ---------------------------------------------------------------------------------------- sum tree
 # A 4-ary sum tree is a tuple of levels. levels[0] has the weight of each position; node i of the
@@ -902,6 +939,13 @@ class ClusteredReplay(WithPriorities):
     def set_priorities(self) -> Any:
         """The method if `cluster_buffer` has one, otherwise None."""
         return super().set_priorities if self.ring.set_priorities else None
+
+    def later(self, *args: Any, **kwargs: Any) -> Any:
+        """ValueError: of the steps of a cluster none follows another."""
+        raise ValueError(
+            "later: the steps of a cluster do not follow each other: store whole windows or "
+            "episodes as items"
+        )
 
     def _empty(self) -> State:
         lead = (self.num_clusters,)

@@ -79,6 +79,10 @@ class Args:
     priority_epsilon: float = 1e-6  # added to the absolute TD error
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
+    her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
+    offline_data: str = ""  # a run with --save-experience, a vault, or minari:NAME, to draw from
+    offline_fraction: float = 0.5  # part of a batch that is drawn from offline-data
+    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 
@@ -134,16 +138,28 @@ class State(NamedTuple):
     target_params: Any
     opt_state: optax.OptState
     replay: Any  # the state of the replay buffer of Steps
+    offline: Any = ()  # the state of a buffer with --offline-data
+
+
+def draw_windows(replay, state: State, key, batch_size: int):
+    """Draws windows of the replay. --her-fraction and --offline-data have others drawn, too."""
+    return replay.sample(state.replay, key, batch_size)
 
 
 class DQN:
     """The algorithm, as pure functions of a `State`.
 
-    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py.
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `draw` may draw
+    other windows than those of the replay, see cleanreplay/draws.py.
     """
 
     def __init__(
-        self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
+        self,
+        args: Args,
+        observation_space,
+        action_space,
+        shard_batch=lambda batch: batch,
+        draw=draw_windows,
     ):
         self.learning_starts = args.learning_starts or args.batch_size
         if not args.batch_size <= self.learning_starts < args.total_timesteps:
@@ -152,6 +168,7 @@ class DQN:
             raise UsageError(f"DQN takes Discrete actions, not {action_space}")
         self.args = args
         self.shard_batch = shard_batch
+        self.draw = draw
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
         # The smallest number of steps that is a whole number of steps of all environments, and of
@@ -198,6 +215,10 @@ class DQN:
     def on_resume(self, state: State) -> State:
         """The state of a resumed run, whose environments begin new episodes."""
         return state._replace(replay=cleanreplay.checkpoints.truncate_episodes(state.replay))
+
+    def learned(self, state: State) -> State:
+        """The part of a state that another run may begin with, see --init-from."""
+        return state._replace(replay=(), offline=())
 
     def policy_params(self, state: State):
         """The part of a state that `act` needs."""
@@ -265,13 +286,14 @@ class DQN:
     def gradient_step(self, state: State, key, update) -> tuple[State, dict]:
         """Learns from a batch of the replay; `update` is the number of this gradient step."""
         args = self.args
-        sample = self.replay.sample(state.replay, key, args.batch_size)
+        sample = self.draw(self.replay, state, key, args.batch_size)
         window = self.shard_batch(sample.experience)
         batch = self.to_transitions(window, jax.random.fold_in(key, 1))
         grad_fn = jax.grad(self.loss, has_aux=True)
         # Where nothing is learned, the weight is 0 and so is the priority: it is not drawn again.
         probabilities = jnp.where(batch.valid, sample.probabilities, 0)
         weights = buffers.importance_weights(probabilities, self.beta_at(update))
+        weights = jnp.where(sample.indices < 0, 1, weights)  # of --offline-data, drawn uniformly
         gradient, (metrics, td_error) = grad_fn(state.params, state.target_params, batch, weights)
         priorities = jnp.where(batch.valid, jnp.abs(td_error) + args.priority_epsilon, 0)
         replay = self.replay.set_priorities(state.replay, sample.indices, priorities)
@@ -283,7 +305,7 @@ class DQN:
         params = optax.apply_updates(state.params, updates)
         tau = jnp.where(update % self.target_period == 0, args.tau, 0.0)
         target_params = optax.incremental_update(params, state.target_params, tau)
-        return State(params, target_params, opt_state, replay), metrics
+        return State(params, target_params, opt_state, replay, state.offline), metrics
 
     def train_step(self, state: State, rollout: Step, key, step):
         """Stores the rollout [S, N] that began at `step`, and takes the gradient steps.
@@ -415,7 +437,7 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
     if args.frame_stack > 1 or not is_vector:
         envs = need("images, frame_stack or no Box").images.wrap(envs, args.frame_stack)
-    return envs
+    return cleanreplay.success.Successes(envs) if cleanreplay and training else envs
 
 
 def reset(envs, key, step: int):
@@ -437,7 +459,7 @@ class Log(AbstractContextManager):
     """
 
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
-        self.run = run
+        self.run, self.args = run, agent.args
         self.folder = folder
         self.stop = stop  # has an item if the run is to end
         self.first_step = 0
@@ -462,9 +484,12 @@ class Log(AbstractContextManager):
 
     def begin(self, init) -> State:
         """Begins the run: the State of `init()`."""
-        for flag in ("resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"):
-            if getattr(self.run, flag) != getattr(Run, flag):
-                need(flag)
+        names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
+        names += ["save_experience", "her_fraction", "offline_data", "init_from"]
+        for flags in (self.run, self.args):
+            for flag in names:
+                if getattr(flags, flag, None) != getattr(type(flags), flag, None):
+                    need(flag)
         tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
         self.open(first_step=0)
         return init()
@@ -537,7 +562,9 @@ def train(args: Args, run: Run, stop: list | None = None):
         cleanreplay.usage.check(args, run)
     make_more = partial(make_envs, args, run)
     with closing(make_more(1)) as envs:
-        make_agent = partial(Agent, args, envs.single_observation_space, envs.single_action_space)
+        spaces = (envs.single_observation_space, envs.single_action_space)
+        more = cleanreplay.draws.options(args, envs) if cleanreplay else {}
+        make_agent = partial(Agent, args, *spaces, **more)
         jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(envs, run)
     if jax_env:
         script = (make_agent, make_more, Log, __file__)

@@ -80,6 +80,7 @@ class Args:
     normalize_rewards: Choice = "auto"  # by the deviation of the return; auto: with Box actions
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
+    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
 
 
 class ActorCritic(nn.Module):
@@ -149,7 +150,7 @@ class State(NamedTuple):
     opt_state: optax.OptState
     obs_rms: RunningMeanStd | None  # None if observations are not normalised
     return_rms: RunningMeanStd | None  # None if rewards are not normalised
-    discounted_return: Array  # [N], so far, of each unfinished episode
+    discounted_return: Any  # [N], so far, of each unfinished episode
 
 
 class Batch(NamedTuple):
@@ -294,6 +295,10 @@ class PPO:
     def on_resume(self, state: State) -> State:
         """The state of a resumed run, whose environments begin new episodes."""
         return state._replace(discounted_return=jnp.zeros_like(state.discounted_return))
+
+    def learned(self, state: State) -> State:
+        """The part of a state that another run may begin with, see --init-from."""
+        return state._replace(discounted_return=())
 
     def policy_params(self, state: State):
         """The part of a state that `act` needs."""
@@ -548,7 +553,7 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
     if args.frame_stack > 1 or not is_vector:
         envs = need("images, frame_stack or no Box").images.wrap(envs, args.frame_stack)
-    return envs
+    return cleanreplay.success.Successes(envs) if cleanreplay and training else envs
 
 
 def reset(envs, key, step: int):
@@ -570,7 +575,7 @@ class Log(AbstractContextManager):
     """
 
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
-        self.run = run
+        self.run, self.args = run, agent.args
         self.folder = folder
         self.stop = stop  # has an item if the run is to end
         self.first_step = 0
@@ -595,9 +600,12 @@ class Log(AbstractContextManager):
 
     def begin(self, init) -> State:
         """Begins the run: the State of `init()`."""
-        for flag in ("resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"):
-            if getattr(self.run, flag) != getattr(Run, flag):
-                need(flag)
+        names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
+        names += ["save_experience", "her_fraction", "offline_data", "init_from"]
+        for flags in (self.run, self.args):
+            for flag in names:
+                if getattr(flags, flag, None) != getattr(type(flags), flag, None):
+                    need(flag)
         tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
         self.open(first_step=0)
         return init()
@@ -670,7 +678,9 @@ def train(args: Args, run: Run, stop: list | None = None):
         cleanreplay.usage.check(args, run)
     make_more = partial(make_envs, args, run)
     with closing(make_more(1)) as envs:
-        make_agent = partial(Agent, args, envs.single_observation_space, envs.single_action_space)
+        spaces = (envs.single_observation_space, envs.single_action_space)
+        more = cleanreplay.draws.options(args, envs) if cleanreplay else {}
+        make_agent = partial(Agent, args, *spaces, **more)
         jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(envs, run)
     if jax_env:
         script = (make_agent, make_more, Log, __file__)

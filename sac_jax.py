@@ -78,6 +78,10 @@ class Args:
     n_step: int = 1  # n of the n-step return
     frame_stack: int = 1  # number of last observations that the networks see
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
+    her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
+    offline_data: str = ""  # a run with --save-experience, a vault, or minari:NAME, to draw from
+    offline_fraction: float = 0.5  # part of a batch that is drawn from offline-data
+    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 
@@ -170,16 +174,28 @@ class State(NamedTuple):
     critic_opt_state: optax.OptState
     policy: Policy
     replay: Any  # the state of the replay buffer of Steps
+    offline: Any = ()  # the state of a buffer with --offline-data
+
+
+def draw_windows(replay, state: State, key, batch_size: int):
+    """Draws windows of the replay. --her-fraction and --offline-data have others drawn, too."""
+    return replay.sample(state.replay, key, batch_size)
 
 
 class SAC:
     """The algorithm, as pure functions of a `State`.
 
-    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py.
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `draw` may draw
+    other windows than those of the replay, see cleanreplay/draws.py.
     """
 
     def __init__(
-        self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
+        self,
+        args: Args,
+        observation_space,
+        action_space,
+        shard_batch=lambda batch: batch,
+        draw=draw_windows,
     ):
         self.learning_starts = args.learning_starts or args.batch_size
         if not args.batch_size <= self.learning_starts < args.total_timesteps:
@@ -188,7 +204,9 @@ class SAC:
         if not is_bounded or action_space.dtype.kind != "f" or len(action_space.shape) != 1:
             raise UsageError(f"SAC takes a Box [A] of floats with finite bounds: {action_space}")
         self.args = args
+        self.random_steps = 0 if args.init_from else self.learning_starts
         self.shard_batch = shard_batch
+        self.draw = draw
         self.action_space = action_space
         self.num_actions = action_space.shape[0]
         # The smallest number of steps that is a whole number of steps of all environments, and of
@@ -239,6 +257,10 @@ class SAC:
         """The state of a resumed run, whose environments begin new episodes."""
         return state._replace(replay=cleanreplay.checkpoints.truncate_episodes(state.replay))
 
+    def learned(self, state: State) -> State:
+        """The part of a state that another run may begin with, see --init-from."""
+        return state._replace(replay=(), offline=())
+
     def policy_params(self, state: State):
         """The part of a state that `act` needs."""
         return state.policy.actor
@@ -256,7 +278,7 @@ class SAC:
         noise = jax.random.normal(key, mean.shape, mean.dtype)
         action = nn.tanh(mean + jnp.exp(log_std) * noise)
         random_action = 2 * jax.scipy.stats.norm.cdf(noise) - 1  # uniform: one draw serves both
-        return jnp.where(step < self.learning_starts, random_action, action)
+        return jnp.where(step < self.random_steps, random_action, action)
 
     def to_env_action(self, action):
         """The environment's actions, between its bounds."""
@@ -357,7 +379,7 @@ class SAC:
         """Learns from a batch of the replay; `update` is the number of this gradient step."""
         args = self.args
         sample_key, critic_key, policy_key = jax.random.split(key, 3)
-        sample = self.replay.sample(state.replay, sample_key, args.batch_size)
+        sample = self.draw(self.replay, state, sample_key, args.batch_size)
         window = self.shard_batch(sample.experience)
         batch = self.to_transitions(window, jax.random.fold_in(sample_key, 1))
         grad_fn = jax.grad(self.critic_loss, has_aux=True)
@@ -381,7 +403,8 @@ class SAC:
         metrics["losses/actor_loss"], alpha_loss = policy.losses
         if args.autotune:
             metrics["losses/alpha_loss"] = alpha_loss
-        return State(critics, target_critics, opt_state, policy, state.replay), metrics
+        learned = (critics, target_critics, opt_state, policy)
+        return State(*learned, state.replay, state.offline), metrics
 
     def train_step(self, state: State, rollout: Step, key, step):
         """Stores the rollout [S, N] that began at `step`, and takes the gradient steps.
@@ -512,7 +535,7 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
     if args.frame_stack > 1 or not is_vector:
         envs = need("images, frame_stack or no Box").images.wrap(envs, args.frame_stack)
-    return envs
+    return cleanreplay.success.Successes(envs) if cleanreplay and training else envs
 
 
 def reset(envs, key, step: int):
@@ -534,7 +557,7 @@ class Log(AbstractContextManager):
     """
 
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
-        self.run = run
+        self.run, self.args = run, agent.args
         self.folder = folder
         self.stop = stop  # has an item if the run is to end
         self.first_step = 0
@@ -559,9 +582,12 @@ class Log(AbstractContextManager):
 
     def begin(self, init) -> State:
         """Begins the run: the State of `init()`."""
-        for flag in ("resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"):
-            if getattr(self.run, flag) != getattr(Run, flag):
-                need(flag)
+        names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
+        names += ["save_experience", "her_fraction", "offline_data", "init_from"]
+        for flags in (self.run, self.args):
+            for flag in names:
+                if getattr(flags, flag, None) != getattr(type(flags), flag, None):
+                    need(flag)
         tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
         self.open(first_step=0)
         return init()
@@ -634,7 +660,9 @@ def train(args: Args, run: Run, stop: list | None = None):
         cleanreplay.usage.check(args, run)
     make_more = partial(make_envs, args, run)
     with closing(make_more(1)) as envs:
-        make_agent = partial(Agent, args, envs.single_observation_space, envs.single_action_space)
+        spaces = (envs.single_observation_space, envs.single_action_space)
+        more = cleanreplay.draws.options(args, envs) if cleanreplay else {}
+        make_agent = partial(Agent, args, *spaces, **more)
         jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(envs, run)
     if jax_env:
         script = (make_agent, make_more, Log, __file__)

@@ -9,8 +9,11 @@
     processes     several processes that train together
     images        convolutions, stacks of frames, videos
     vault         experience on disk
+    draws         batches with other goals (goals) and with data that were there before (offline)
+    success       which episodes succeeded, in environments that say it
     spaces        the spaces that an agent is made for
     memory_tasks  two environments that take memory
+    bit_flipping  an environment with goals
 
 A script imports this package at one place, and this package imports no script. What it needs of an
 algorithm is the protocol `Agent` in `agents`.
@@ -26,9 +29,18 @@ import numpy as np
 from cleanreplay.errors import UsageError as UsageError
 
 if TYPE_CHECKING:
-    from cleanreplay import checkpoints, compiled, experiment, images, usage, vault  # noqa: F401
+    from cleanreplay import (  # noqa: F401
+        checkpoints,
+        compiled,
+        draws,
+        experiment,
+        images,
+        success,
+        usage,
+        vault,
+    )
 
-MODULES = ("checkpoints", "compiled", "experiment", "images", "usage", "vault")
+MODULES = ("checkpoints", "compiled", "draws", "experiment", "images", "success", "usage", "vault")
 
 
 def __getattr__(name: str) -> Any:

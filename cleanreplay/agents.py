@@ -28,6 +28,9 @@ class Agent(Protocol):
     def on_resume(self, state: Any) -> Any:
         """The State of a resumed run, whose environments begin new episodes."""
 
+    def learned(self, state: Any) -> Any:
+        """The State with () for what a run with --init-from does not take of it."""
+
     def policy_params(self, state: Any) -> Any:
         """The part of a State that `act` needs."""
 

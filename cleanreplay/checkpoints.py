@@ -240,6 +240,60 @@ def read(
     return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in leaves])
 
 
+def start_from(folder: str, state: Any, learned: Callable) -> Any:
+    """A new State, or RunnerState of compiled.py, that begins with what another run has learned.
+
+    `learned(state)` is the part that is taken, with () for each field that is not. Of several
+    agents in `folder` the first is taken by the first here, and so on; of too few all in turn.
+    UsageError if the newest checkpoint of the run has other shapes.
+    """
+    saver = Checkpoints(folder, saves=False)
+    step = saver.latest_step()
+    path = saver.latest.directory / str(step) / "state"
+    agent = getattr(state, "agent", state)
+    fields = {name: part for name, part in learned(agent)._asdict().items() if part != ()}
+    saved = ocp.StandardCheckpointHandler().metadata(path).tree
+    has_several = "agent" in saved  # it was trained by compiled.py
+    saved = saved["agent"] if has_several else saved
+    saved = {name: saved[name] for name in fields if name in saved}
+    check_shapes(path, saved, fields, has_several, agent is not state)
+    arrays = read_arrays(path, {"agent": saved} if has_several else saved)
+    found = dict(zip(names(saved), jax.tree.leaves(arrays), strict=True))
+
+    def fitting(name: str, like: jax.Array) -> jax.Array:
+        x = found[name]
+        x = x if has_several else x[None]
+        rows = np.arange(len(like)) % len(x) if agent is not state else 0
+        return jax.device_put(x[rows].astype(like.dtype), like.sharding)
+
+    taken = [fitting(*pair) for pair in zip(names(fields), jax.tree.leaves(fields), strict=True)]
+    fields = jax.tree.unflatten(jax.tree.structure(fields), taken)
+    agent = agent._replace(**fields)
+    tqdm.write(f"starts from {folder}, as it was after {step:,} steps")
+    return state._replace(agent=agent) if hasattr(state, "agent") else agent
+
+
+def check_shapes(path: Path, saved: Any, wanted: Any, of_several: bool, for_several: bool) -> None:
+    """Raises UsageError if an agent in `saved` has other leaves than one in `wanted`."""
+    there, here = (
+        dict(zip(names(tree), [x.shape[axes:] for x in jax.tree.leaves(tree)], strict=True))
+        for tree, axes in ((saved, of_several), (wanted, for_several))
+    )
+    for name in sorted(here | there, key=lambda name: "params" not in name):
+        if there.get(name) != here.get(name):
+            shapes = [tree.get(name, "missing") for tree in (there, here)]
+            what = f"{name} is {shapes[0]} there, {shapes[1]} here"
+            raise UsageError(f"init_from: {path} is of another network or script: {what}")
+
+
+def read_arrays(path: Path, saved: Any) -> Any:
+    """Part of a checkpoint's tree, `saved`, as NumPy arrays. The rest of it is not read."""
+    how = jax.tree.map(lambda x: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+    args = ocp.args.PyTreeRestore(item=saved, restore_args=how, partial_restore=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(path, args=args)
+
+
 def truncate_episodes(replay: Any) -> Any:
     """Marks the unfinished episodes of a replay as truncated, because environments start anew.
 

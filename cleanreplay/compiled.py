@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, Dict
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from jax import Array
@@ -52,6 +52,14 @@ class JaxEnvState(NamedTuple):
     length: Array  # [N] int32, steps of the episode so far
 
 
+def as_box(observation: Any, names: list) -> Array:
+    """An observation of a Dict with these names as a vector, in the order of Gymnasium's `flatten`.
+
+    Without names it is one of a Box.
+    """
+    return jnp.concatenate([observation[name].ravel() for name in names]) if names else observation
+
+
 class JaxEnvs:
     """N copies of an environment written in JAX, with autoreset in NEXT_STEP mode.
 
@@ -70,9 +78,12 @@ class JaxEnvs:
         self.dtype = agent.example_step.observation.dtype
         self.initial = jax.vmap(func_env.initial)
         self.transition = jax.vmap(func_env.transition)
-        self.observation = jax.vmap(func_env.observation)
+        names = list(getattr(func_env.observation_space, "spaces", ()))
+        self.observation = jax.vmap(lambda *args: as_box(func_env.observation(*args), names))
         self.reward = jax.vmap(func_env.reward)
         self.terminal = jax.vmap(func_env.terminal)
+        info = func_env.transition_info
+        self.is_success = jax.vmap(lambda *args: info(*args).get("is_success", ()))
 
     def observe(self, stack: Array, valid: Array, inner: Any, keys: Array) -> Array:
         """What the policy sees in the states `inner`: a frame, or a stack of K frames.
@@ -99,11 +110,12 @@ class JaxEnvs:
 
     def step(
         self, params: Any, act_key: Any, state: JaxEnvState, inputs: tuple
-    ) -> tuple[JaxEnvState, Any]:
+    ) -> tuple[JaxEnvState, tuple]:
         """Takes a step in each environment, with an action of `act` for this key, or without one.
 
         `inputs` are the number of the step, the keys [N] of the environments, and the states [N]
-        that they start from if they reset.
+        that they start from if they reset. Returns the next state, and a Step with the success [N]
+        of episodes, NaN where none ends; () if the environment does not say `is_success`.
         """
         step, keys, starts = inputs
         valid = state.valid
@@ -131,14 +143,22 @@ class JaxEnvs:
             valid=valid,
             **stored,
         )
+        succeeds = jax.tree.map(
+            lambda x: jnp.where(terminated | truncated, x.astype(jnp.float32), jnp.nan),
+            self.is_success(state.inner, env_action, after),
+        )
         choose = jax.vmap(jnp.where)
         memory = tuple(choose(valid, x, jnp.zeros_like(x)) for x in memory)
         inner = jax.tree.map(lambda x, start: choose(valid, x, start), after, starts)
         observation = self.observe(state.observation, valid, inner, keys)
-        return JaxEnvState(observation, ~(terminated | truncated), memory, inner, length), row
+        after_step = JaxEnvState(observation, ~(terminated | truncated), memory, inner, length)
+        return after_step, (row, succeeds)
 
     def collect(self, state: JaxEnvState, params: Any, key: Array, step: Array) -> tuple:
-        """Takes S steps in each environment, from `step` on: the next state, Steps [S, N, ...]."""
+        """Takes S steps in each environment, from `step` on.
+
+        Returns the next state, and Steps [S, N, ...] with the successes [S, N] of episodes.
+        """
         num_steps, num_envs = self.agent.rollout_shape
         act_key, env_key = jax.random.split(key)
         keys = jax.random.split(env_key, (num_steps, num_envs))
@@ -153,7 +173,8 @@ class JaxEnvs:
     ) -> tuple:
         """The first episode of as many environments.
 
-        Returns their returns [episodes], and whether they ended [episodes] within max_steps.
+        Returns their returns [episodes], whether they ended [episodes] within max_steps, and
+        whether they succeeded [episodes], NaN where the environment does not say it.
         """
         max_steps = min(self.time_limit, max_steps)
         first_step = min(self.agent.args.total_timesteps, 2**31 - 1 - max_steps)  # as play_episodes
@@ -161,22 +182,25 @@ class JaxEnvs:
         act_key = jax.random.fold_in(key, 1) if explores else None
 
         def has_more(carry: tuple) -> Array:
-            t, _, _, over = carry
+            t, _, _, over, _ = carry
             return (t < max_steps) & ~over.all()
 
         def step(carry: tuple) -> tuple:
-            t, state, returns, over = carry
+            t, state, returns, over, succeeded = carry
             no_starts = state.inner  # none is needed, as the first episode is the only one
             inputs = (first_step + t, keys[t], no_starts)
-            state, row = self.step(params, act_key, state, inputs)
+            state, (row, succeeds) = self.step(params, act_key, state, inputs)
             returns += jnp.where(over, 0, row.reward)
-            return t + 1, state, returns, over | row.terminated | row.truncated
+            if isinstance(succeeds, Array):
+                succeeded = jnp.where(over, succeeded, succeeds)
+            return t + 1, state, returns, over | row.terminated | row.truncated, succeeded
 
         state = self.reset(jax.random.fold_in(key, 0), episodes)
         returns = jnp.zeros(episodes, jnp.float32)
-        start = (jnp.int32(0), state, returns, jnp.zeros(episodes, bool))
-        _, _, returns, over = jax.lax.while_loop(has_more, step, start)
-        return returns, over
+        unknown = jnp.full(episodes, jnp.nan)
+        start = (jnp.int32(0), state, returns, jnp.zeros(episodes, bool), unknown)
+        _, _, returns, over, succeeded = jax.lax.while_loop(has_more, step, start)
+        return returns, over, succeeded
 
 
 def make_mesh(num_seeds: int, num_envs: int, num_devices: int) -> Mesh:
@@ -230,10 +254,10 @@ def why_not_compiled(envs: Any, env: Any, run: Any) -> str:
     if run.vectorization != "auto":
         return f"is not compiled with --vectorization {run.vectorization}"
     space = env.unwrapped.observation_space
-    if not isinstance(space, Box):
-        return f"is not compiled, because its observations are no Box: {space}"
-    while isinstance(envs, images.FrameStack):  # JaxEnvs stacks frames
-        envs = envs.env
+    parts = space.spaces.values() if isinstance(space, Dict) else [space]
+    if not all(isinstance(part, Box) for part in parts):
+        return f"is not compiled, because its observations are no Box, or Dict of these: {space}"
+    envs = images.before_wrap(envs)  # JaxEnvs flattens a Dict, and stacks frames
     while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):
         env = env.env
     for wrapped in (envs, env):
@@ -356,12 +380,13 @@ class Trainer:
     def iterate(self, runner: RunnerState, step: Array) -> tuple[RunnerState, tuple]:
         """The iteration of an agent that begins at `step`: a rollout, and learning from it.
 
-        Returns metrics, and whether all rewards and all observations were finite [2].
+        Returns metrics, whether all rewards and all observations were finite [2], and the
+        successes [S, N] of the episodes that ended, as `JaxEnvs.step` gives them.
         """
         rollout_key, learn_key = jax.random.split(runner.key)
         params = self.agent.policy_params(runner.agent)
         rollout_key = jax.random.fold_in(rollout_key, step)
-        envs, rollout = self.envs.collect(runner.envs, params, rollout_key, step)
+        envs, (rollout, succeeds) = self.envs.collect(runner.envs, params, rollout_key, step)
         # Replicated, or XLA would split a replay like the rollouts that it stores, and put it
         # together again for each draw.
         inputs = (rollout, envs.observation)
@@ -374,13 +399,13 @@ class Trainer:
         rewards_and_observations = (rollout.reward, (rollout.observation, observation))
         finite = jnp.stack([are_finite(x) for x in rewards_and_observations])
         runner = count_episodes(runner._replace(agent=agent, envs=envs), rollout)
-        return runner, (metrics, finite)
+        return runner, (metrics, finite, succeeds)
 
     def run_entry(self, runner: RunnerState, step: Array) -> tuple[RunnerState, Entry]:
         """The iterations of an agent up to the next log entry."""
         steps = step + self.agent.steps_per_iteration * jnp.arange(self.iterations)
         runner = runner._replace(finished=jnp.zeros(3))
-        runner, (metrics, finite) = jax.lax.scan(self.iterate, runner, steps)
+        runner, (metrics, finite, succeeds) = jax.lax.scan(self.iterate, runner, steps)
         metrics = jax.tree.map(lambda x: x[-1], metrics)
         check_metrics(metrics)
         number, returns, lengths = runner.finished
@@ -388,6 +413,8 @@ class Trainer:
         any_ended = number > 0
         metrics["charts/episodic_return"] = jnp.where(any_ended, returns / number, jnp.inf)
         metrics["charts/episodic_length"] = jnp.where(any_ended, lengths / number, jnp.inf)
+        if isinstance(succeeds, Array):
+            metrics["charts/success_rate"] = jnp.nanmean(succeeds)
         params = are_finite(self.agent.policy_params(runner.agent))
         return runner, Entry(metrics, runner.finished, jnp.append(finite.all(axis=0), params))
 
@@ -409,8 +436,8 @@ class Trainer:
         run_all = jax.vmap(self.run_entries, in_axes=(0, None, None), spmd_axis_name="seeds")
         return jax.jit(run_all, donate_argnums=0, out_shardings=(shardings, self.replicated))
 
-    def evaluate_one(self, params: Any) -> tuple[Array, Array]:
-        """The returns [eval_episodes] of an agent, and whether the episodes ended."""
+    def evaluate_one(self, params: Any) -> tuple[Array, Array, Array]:
+        """The returns [eval_episodes] of an agent, and whether the episodes ended and succeeded."""
         # Training never folds in 2**31, so the keys of evaluations are distinct.
         key = jax.random.PRNGKey(np.uint32(self.run.seed % 2**32))
         key = jax.random.fold_in(key, 2**31)
@@ -418,12 +445,12 @@ class Trainer:
         episodes = run.eval_episodes
         return self.envs.evaluate(params, episodes, key, run.eval_max_steps, run.eval_explores)
 
-    def evaluate(self, params: Any) -> np.ndarray:
-        """The returns [num_seeds, eval_episodes] of each agent."""
-        returns, over = self.evaluate_all(params)
+    def evaluate(self, params: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The returns [num_seeds, eval_episodes] of each agent, and the successes."""
+        returns, over, succeeded = self.evaluate_all(params)
         if not np.all(over):
             tqdm.write(f"an evaluation cuts off episodes after {self.run.eval_max_steps:,} steps")
-        return np.asarray(returns)
+        return np.asarray(returns), np.asarray(succeeded)
 
     def num_entries(self, step: int) -> int:
         """Log entries of the next call: up to the next checkpoint, the next evaluation or the end.
@@ -500,10 +527,10 @@ def evaluate_agents(
     run = trainer.run
     params = trainer.agent.policy_params(runner.agent)
     if run.eval_episodes > 0:
-        returns = trainer.evaluate(params)
+        returns, successes = trainer.evaluate(params)
         tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
-        for log, own in zip(logs, returns, strict=True):
-            log_returns(log, step, own)
+        for log, *own in zip(logs, returns, successes, strict=True):
+            log_returns(log, step, *own)
         scores = returns.mean(axis=1)
         best = int(np.argmax(scores))
         keeper.save_if_best(step, trainer.take_agent(params, best), scores[best])

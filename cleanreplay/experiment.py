@@ -13,6 +13,7 @@ from cleanreplay import images, spaces
 from cleanreplay.agents import Agent, Log
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.keeper import Keeper, check_finite
+from cleanreplay.success import Successes, rate
 
 ENDED = (
     "the processes of the environments ended as they began, and what they print is above. Each "
@@ -38,6 +39,7 @@ class Experiment(AbstractContextManager):
         self.run = log.run
         self.make_envs = make_envs
         self.learned: tuple = ()  # the State and the parameters of the last iteration
+        self.successes: list = []  # of the episodes that are to be logged
         if self.run.capture_video:
             images.check_video(make_envs)
         self.on_exit = ExitStack()
@@ -70,6 +72,8 @@ class Experiment(AbstractContextManager):
 
         That is the State and the parameters; without it they are those of the last iteration.
         """
+        if isinstance(envs, Successes):
+            self.successes = envs.ended
         learned = learned or (lambda: self.learned)
         return self.keeper.saves_on_error(envs, step, learned, self.log.recent_returns)
 
@@ -84,8 +88,11 @@ class Experiment(AbstractContextManager):
         step = end - self.agent.steps_per_iteration
         check_metrics(metrics)
         self.learned = (state, params)
+        if self.successes:
+            metrics = metrics | {"charts/success_rate": rate(self.successes)}
         is_last = self.log.end_iteration(end, state, params, metrics)
         if is_last or is_due(run.log_interval, step, end):
+            self.successes.clear()
             check_finite(params, self.log.folder)
             self.keeper.write_experience(state)
         if is_last or is_due(run.checkpoint_interval, step, end):
@@ -99,11 +106,11 @@ class Experiment(AbstractContextManager):
         run, stop = self.run, self.log.stop
         play = partial(play_episodes, self.agent, run, params, stop=stop)
         if run.eval_episodes > 0 and not stop:
-            with closing(self.make_envs(run.eval_episodes)) as envs:
+            with closing(Successes(self.make_envs(run.eval_episodes))) as envs:
                 returns = play(envs)
             if stop:
                 return  # it was interrupted
-            log_returns(self.log, step, returns)
+            log_returns(self.log, step, returns, envs.first)
             tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
             self.keeper.save_if_best(step, params, returns.mean())
         if run.capture_video and not stop:
@@ -126,9 +133,10 @@ class Experiment(AbstractContextManager):
             raise UsageError(f"vectorization: {ENDED}") from error
 
 
-def log_returns(log: Log, step: int, returns: np.ndarray) -> None:
-    """Logs the returns of the episodes of an evaluation."""
-    log.write(step, {f"eval/{name}": f(returns) for name, f in STATISTICS.items()})
+def log_returns(log: Log, step: int, returns: np.ndarray, successes: np.ndarray) -> None:
+    """Logs the returns of the episodes of an evaluation, and how many succeeded, if they say so."""
+    values = {f"eval/{name}": f(returns) for name, f in STATISTICS.items()}
+    log.write(step, values | {"eval/success_rate": rate(successes)})
 
 
 def is_due(interval: int, step: int, end: int) -> bool:

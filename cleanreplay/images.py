@@ -175,6 +175,13 @@ def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
     return FrameStack(envs, frame_stack) if frame_stack > 1 else envs
 
 
+def before_wrap(envs: gym.vector.VectorEnv) -> Any:
+    """The environments that `wrap` was given."""
+    while isinstance(envs, FrameStack | FlattenObservation):
+        envs = envs.env
+    return envs
+
+
 def check_flat(space: gym.Space) -> None:
     """Raises UsageError unless observations can be flattened to a vector of moderate size."""
     hint = "a wrapper must choose what the network sees, see docs/environments.md"
@@ -195,12 +202,10 @@ def describe(envs: gym.vector.VectorEnv) -> str:
     if are_images(x):
         _, height, width, channels = jax.eval_shape(channels_last, x).shape
         return f"observations are images of {height} x {width} with {channels} channels"
-    what = "observations"
-    given: Any = envs  # what `wrap` was given
-    while isinstance(given, FrameStack | FlattenObservation):
-        if isinstance(given, FrameStack):
-            what = f"stacks of {given.count} observations"
-        given = given.env
+    given = before_wrap(envs)
+    what = (
+        f"stacks of {envs.count} observations" if isinstance(envs, FrameStack) else "observations"
+    )
     if given is envs and len(space.shape) == 1:
         return ""
     single = in_one_line(given.single_observation_space)

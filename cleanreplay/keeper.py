@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from cleanreplay import agents, files, terminal, tracking, usage
-from cleanreplay.checkpoints import Checkpoints
+from cleanreplay import agents, files, offline, terminal, tracking, usage
+from cleanreplay.checkpoints import Checkpoints, start_from
 from cleanreplay.errors import NotFiniteError, UsageError
 
 DONATED = (
@@ -85,6 +85,10 @@ class Keeper(AbstractContextManager):
         state = init()
         if run.resume:
             state = on_resume(self.restore(state))
+        elif source := getattr(self.agent.args, "init_from", ""):
+            state = start_from(source, state, self.agent.learned)
+        if getattr(self.agent.args, "offline_data", ""):
+            state = offline.add_to(state, self.agent, run, self.env_spaces)
         self.vault = open_vault(self.agent, run, self.folder, self.script)
         if is_first_process:
             self.write_flags()
@@ -107,7 +111,8 @@ class Keeper(AbstractContextManager):
 
     def write_flags(self) -> None:
         """Writes args.json, and adds to run.json."""
-        flags = {"run": vars(self.before[0]), "args": vars(self.agent.args)}
+        args = usage.with_absolute_places(vars(self.agent.args))
+        flags = {"run": vars(self.before[0]), "args": args}
         about = {"script": str(self.script), "spaces": self.env_spaces}
         text = usage.to_json(about | flags)
         files.write_whole(self.folder / "args.json", text)
@@ -120,7 +125,7 @@ class Keeper(AbstractContextManager):
     def save(self, step: int, state: Any, params: Any, recent_returns: Sequence) -> None:
         """Saves the state of training after `step`, if the parameters are finite."""
         check_finite(params, self.folder)
-        self.checkpoints.save(step, state, params, recent_returns)
+        self.checkpoints.save(step, offline.without_data(state), params, recent_returns)
 
     def save_if_best(self, step: int, params: Any, score: float) -> None:
         """Keeps these parameters to act with, if no earlier ones had this score or a higher one."""

@@ -8,14 +8,24 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import Box, Discrete, Space
+from gymnasium.spaces import Box, Dict, Discrete, Space
+
+from cleanreplay import images
 
 
 def of_envs(make_envs: Callable) -> dict:
-    """The spaces of the environments that `make_envs` makes."""
+    """The spaces of the environments that `make_envs` makes, and the entries of observations."""
     with closing(make_envs(1)) as envs:
         found = {"observation": envs.single_observation_space, "action": envs.single_action_space}
-    return {name: to_json(space) for name, space in found.items()}
+        entries = entries_of(images.before_wrap(envs).single_observation_space)
+    return {name: to_json(space) for name, space in found.items()} | {"entries": entries}
+
+
+def entries_of(space: Space) -> dict | None:
+    """The names in a Dict, in its order, each with those in its entry; None for other spaces."""
+    if not isinstance(space, Dict):
+        return None
+    return {name: entries_of(part) for name, part in space.spaces.items()}
 
 
 def to_json(space: Space) -> dict | None:

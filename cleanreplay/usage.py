@@ -38,7 +38,8 @@ LIMITS: dict[tuple, tuple] = {
     ),
     (0, 1): (
         *("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction"),
-        *("importance_exponent", "priority_max_fraction", "critic_dropout"),
+        *("importance_exponent", "priority_max_fraction", "critic_dropout", "her_fraction"),
+        "offline_fraction",
     ),
     (0, math.inf): (
         *("learning_rate", "policy_lr", "q_lr", "clip_coef", "alpha", "target_kl"),
@@ -53,6 +54,8 @@ GPU_MEMORY = (
 )
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
+PLACES = ("offline_data", "init_from")  # flags that may be folders
+MINARI = "minari:"  # --offline-data minari:NAME is a dataset of Minari
 
 
 def parse(parse_flags: Any) -> Any:
@@ -307,10 +310,20 @@ def to_json(flags: dict) -> str:
     return json.dumps(flags, default=lambda x: getattr(x, "value", str(x)))
 
 
+def with_absolute_places(flags: dict) -> dict:
+    """Flags that mean the same in any working directory."""
+    flags = dict(flags)
+    for name in PLACES:
+        place = flags.get(name, "")
+        if place and not place.startswith(MINARI):
+            flags[name] = str(Path(place).absolute())
+    return flags
+
+
 def check_resume(args: Any, run: Any) -> tuple[Any, Any]:
     """The former flags of a resumed run. Raises UsageError if one differs that may not."""
     before, args_before = read_flags(run.resume, type(run), type(args))
-    flags = vars(run) | vars(args)
+    flags = with_absolute_places(vars(run) | vars(args))
     for name, value in (vars(before) | vars(args_before)).items():
         may_change = name == "total_timesteps" or (hasattr(run, name) and name not in NOT_RESUMABLE)
         if flags[name] != value and not may_change:

@@ -147,6 +147,47 @@ class Scaled(Counter):
         return observation, self.scale * reward, *rest
 
 
+class Reach(gym.Env):
+    """A point in the plane moves by the action, to a goal that ends the episode.
+
+    The reward is 0 if the point is within 0.3 of the goal, else -1; it is computed for many goals
+    at once, and whether an episode ends for one goal only, as AntMaze of gymnasium-robotics does.
+    Its Dict is not in the order of the alphabet.
+    """
+
+    point = gym.spaces.Box(-9.0, 9.0, (2,))
+    observation_space = gym.spaces.Dict(
+        observation=gym.spaces.Box(-9.0, 9.0, (3,)), desired_goal=point, achieved_goal=point
+    )
+    action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def _observe(self) -> dict:
+        return {
+            "observation": np.append(self.at, self.step_count).astype(np.float32),
+            "desired_goal": self.goal.astype(np.float32),
+            "achieved_goal": self.at.astype(np.float32),
+        }
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict, dict]:
+        super().reset(seed=seed)
+        self.at, self.goal = np.zeros(2), self.np_random.uniform(-2, 2, 2)
+        self.step_count = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[dict, float, bool, bool, dict]:
+        self.at = self.at + action
+        self.step_count += 1
+        reward = float(self.compute_reward(self.at, self.goal, {}))
+        terminated = self.compute_terminated(self.at, self.goal, {})
+        return self._observe(), reward, terminated, False, {"is_success": terminated}
+
+    def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: dict) -> np.ndarray:
+        return -(np.linalg.norm(achieved_goal - desired_goal, axis=-1) > 0.3).astype(np.float32)
+
+    def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: dict) -> bool:
+        return bool(np.linalg.norm(achieved_goal - desired_goal) <= 0.3)
+
+
 def counters(num_envs: int) -> SyncVectorEnv:
     """A native vector version without arguments, in the autoreset mode NEXT_STEP."""
     return SyncVectorEnv([Counter] * num_envs)
@@ -170,6 +211,7 @@ gym.register("Preprocessed-v0", Counter, vector_entry_point=preprocessed)
 gym.register("TakesKwargs-v0", Scaled, vector_entry_point=counters)
 gym.register("Failing-v0", Failing)
 gym.register("Start-v0", Start)
+gym.register("Reach-v0", Reach, max_episode_steps=9)
 gym.register("Probe-v0", Probe)
 for kind in ("constant", "observation", "discount", "action", "both", "truncation"):
     gym.register(f"Probe-{kind}-v0", Probe, kwargs={"kind": kind})

@@ -1,0 +1,147 @@
+"""Hindsight experience replay: Andrychowicz et al. 2017, arXiv 1707.01495.
+
+Part of each batch gets another desired goal: one that was achieved later in the episode. Its
+rewards are computed anew. Observations are the Dict of Gymnasium's environments with goals,
+{achieved_goal, desired_goal, observation}, which a script flattens.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.spaces import Box, flatdim
+from gymnasium.vector import SyncVectorEnv
+from jax import Array
+
+from cleanreplay import images
+from cleanreplay.errors import UsageError
+
+LONGEST = 1_000  # steps in which a later goal is looked for, where no time limit ends episodes
+NEEDED = (
+    "observations must be a Dict with achieved_goal and desired_goal, two equal Boxes, and the "
+    "environment must have compute_reward(achieved_goal, desired_goal, info)"
+)
+
+
+def of_goals(function: Callable, shape: tuple) -> Callable:
+    """`function(achieved, desired, info)` of an environment, for goals [..., *shape] inside jit.
+
+    If JAX can trace it, it is part of the program. Otherwise it is called back, and for each goal
+    by itself if it does not take several: some give one number for a whole batch.
+    """
+    achieved: Any = np.ones((2, *shape), np.float32)
+    desired = achieved * np.reshape([1, 3], (2, *[1] * len(shape))).astype(np.float32)
+    each = [function(a, d, {}) for a, d in zip(achieved, desired, strict=True)]
+    try:
+        takes_many = np.array_equal(each, np.broadcast_to(function(achieved, desired, {}), 2))
+    except Exception:  # whatever it raises: it does not take two
+        takes_many = False
+
+    def call_back(achieved: Any, desired: Any) -> np.ndarray:
+        lead = achieved.shape[: achieved.ndim - len(shape)]
+        achieved, desired = (np.asarray(x).reshape(-1, *shape) for x in (achieved, desired))
+        result: Any
+        if takes_many:
+            result = np.broadcast_to(function(achieved, desired, {}), len(achieved))
+        else:
+            result = [function(a, d, {}) for a, d in zip(achieved, desired, strict=True)]
+        return np.asarray(result, np.float32).reshape(lead)
+
+    def call(achieved: Array, desired: Array) -> Array:
+        lead = achieved.shape[: achieved.ndim - len(shape)]
+        try:
+            if takes_many:
+                result = jnp.asarray(function(achieved, desired, {}), jnp.float32)
+                return jnp.broadcast_to(result, lead)
+        except (jax.errors.JAXTypeError, TypeError):
+            pass  # it is written in NumPy
+        result_shape = jax.ShapeDtypeStruct(lead, np.float32)
+        return jax.pure_callback(
+            call_back, result_shape, achieved, desired, vmap_method="broadcast_all"
+        )
+
+    return call
+
+
+def find_task(envs: gym.vector.VectorEnv) -> tuple[Any, dict, Any]:
+    """What has `compute_reward`, the spaces of the Dict of observations, and the spec.
+
+    UsageError if these environments have no goals.
+    """
+    given = images.before_wrap(envs)
+    names = getattr(given.single_observation_space, "spaces", {})
+    env: Any = envs.unwrapped
+    if isinstance(env, SyncVectorEnv):
+        env = env.envs[0]
+    task = getattr(env.unwrapped, "func_env", env)
+    pair: list = [names.get(name) for name in ("achieved_goal", "desired_goal")]
+    are_boxes = all(isinstance(space, Box) for space in pair) and pair[0].shape == pair[1].shape
+    if not are_boxes or not has(task, "compute_reward"):
+        raise UsageError(f"her_fraction: {env} has no goals: {NEEDED}")
+    return task, names, env.spec
+
+
+def has(task: Any, name: str) -> bool:
+    """Whether an environment, or what it wraps, has a method of this name."""
+    return task.has_wrapper_attr(name) if isinstance(task, gym.Env) else hasattr(task, name)
+
+
+def method_of(task: Any, name: str) -> Callable:
+    """The method of this name of an environment, or of what it wraps."""
+    return task.get_wrapper_attr(name) if isinstance(task, gym.Env) else getattr(task, name)
+
+
+def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
+    """The function `relabel(replay, state, sample, key)`, for environments such as `envs`.
+
+    It gives the first `her_fraction` of a Sample of windows [B, W, ...] goals that were achieved
+    later, and their rewards. UsageError if the environments have no goals.
+    """
+    task, names, spec = find_task(envs)
+    ends_at = np.cumsum([flatdim(space) for space in names.values()])
+    end_of = dict(zip(names, ends_at.tolist(), strict=True))  # in the order of the flat vector
+    shape = names["desired_goal"].shape
+    size = flatdim(names["desired_goal"])
+    achieved_at, desired_at = (
+        slice(end_of[name] - size, end_of[name]) for name in ("achieved_goal", "desired_goal")
+    )
+    try:
+        rewards = of_goals(method_of(task, "compute_reward"), shape)
+        ends = None
+        if has(task, "compute_terminated"):
+            ends = of_goals(method_of(task, "compute_terminated"), shape)
+    except Exception as error:
+        text = f"compute_reward of {task} fails with two goals and an empty info"
+        raise UsageError(f"her_fraction: {text}: {type(error).__name__}: {error}") from error
+    horizon = getattr(spec, "max_episode_steps", None) or LONGEST
+
+    def as_goals(flat: Array) -> Array:
+        return flat.reshape(*flat.shape[:-1], *shape)
+
+    def relabel(replay: Any, state: Any, sample: Any, key: Array) -> Any:
+        rows = round(args.her_fraction * len(sample.indices))
+        steps = jax.tree.map(lambda x: x[:rows], sample.experience)
+        first = sample.indices[:rows] + (args.frame_stack - 1) * replay.envs
+        later = replay.later(state, first, key, state.storage.valid, horizon=horizon)
+        single_steps = replace(replay, sequence_length=None)  # a view of the same state
+        goal = single_steps.get(state, later).observation[:, achieved_at]
+        goals = jnp.broadcast_to(goal[:, None], (*steps.observation.shape[:2], size))
+        observation = steps.observation.at[..., desired_at].set(goals)
+        # The reward of a step is that of the goal after it; the last step of a window is not used.
+        achieved = as_goals(jnp.roll(observation[..., achieved_at], -1, axis=1))
+        reward = rewards(achieved, as_goals(goals))
+        reward = jnp.sign(reward) if args.clip_rewards else reward
+        steps = steps._replace(observation=observation, reward=reward)
+        if ends:
+            terminated = ends(achieved, as_goals(goals)) > 0
+            terminated &= steps.valid
+            cut_off = steps.terminated & ~terminated
+            steps = steps._replace(terminated=terminated, truncated=steps.truncated | cut_off)
+        experience = jax.tree.map(lambda x, y: x.at[:rows].set(y), sample.experience, steps)
+        return sample._replace(experience=experience)
+
+    return relabel

@@ -1,0 +1,94 @@
+"""The charts of successes, where the last info of an episode says `is_success`."""
+
+import environments
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import SyncVectorEnv
+from helpers import COUNTER, SMALL_DQN, read_events
+
+import dqn_jax
+import sac_jax
+from cleanreplay.success import Successes, rate
+
+
+class Coin(gym.Env):
+    """Episodes of `length` steps, of which every `one_in`-th succeeds."""
+
+    observation_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, length, one_in):
+        self.length, self.one_in = length, one_in
+        self.episode = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episode += 1
+        self.t = 0
+        return np.zeros(1, np.float32), {"is_success": True}
+
+    def step(self, action):
+        self.t += 1
+        over = self.t == self.length
+        success = self.episode % self.one_in == 0 if over else self.t % 2 == 0
+        return np.zeros(1, np.float32), 0.0, over, False, {"is_success": success}
+
+
+gym.register("Coin-v0", Coin, kwargs={"length": 4, "one_in": 3})
+
+
+def test_the_last_step_of_each_episode_says_whether_it_succeeded():
+    envs = Successes(SyncVectorEnv([lambda: Coin(4, 3), lambda: Coin(6, 1)]))
+    envs.reset()
+    for _ in range(20):  # 4 episodes of 5 steps and 3 of 7, with those that only reset
+        envs.step(np.zeros(2, int))
+    envs.close()
+    assert sorted(envs.ended) == [0, 0, 0, 1, 1, 1, 1]
+    np.testing.assert_array_equal(envs.first, [0, 1])
+
+
+def test_environments_that_do_not_say_it_have_no_rate():
+    envs = Successes(SyncVectorEnv([environments.Counter]))
+    envs.reset()
+    for _ in range(20):
+        envs.step(np.zeros(1, int))
+    assert envs.ended == []
+    assert np.isnan(rate(envs.first))
+
+
+def test_the_charts_have_the_rates_of_training_and_of_evaluations():
+    args = dqn_jax.Args(**SMALL_DQN | dict(total_timesteps=300))
+    run = dqn_jax.Run(env_id=f"{__name__}:Coin-v0", log_interval=60, eval_episodes=3)
+    scalars, _ = read_events(dqn_jax.train(args, run)[2])
+    training = scalars["charts/success_rate"]
+    assert [step for step, _ in training] == [60, 120, 180, 240, 300]
+    np.testing.assert_allclose([x for _, x in training], 1 / 3, atol=0.09)  # 12 or 13 episodes
+    assert scalars["eval/success_rate"] == [(300, 0)]
+
+
+def test_without_goals_there_is_no_chart():
+    scalars, _ = read_events(dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))[2])
+    assert not [tag for tag in scalars if "success" in tag]
+
+
+@pytest.mark.parametrize("how", ["auto", "sync"], ids=["compiled", "ordinary"])
+def test_successes_agree_with_lengths(how):
+    """In bit flipping an episode that is shorter than the time limit succeeded."""
+    env_id = "cleanreplay.bit_flipping:BitFlipping6-v0"
+    run = dqn_jax.Run(env_id=env_id, vectorization=how, log_interval=200, eval_episodes=20)
+    scalars, _ = read_events(dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)[2])
+    lengths = scalars["charts/episodic_length"][-1][1]
+    rates = scalars["charts/success_rate"][-1][1]
+    assert 0 < rates < 1
+    assert 6 - 5 * rates <= lengths + 1e-5 <= 6.01
+    mean = scalars["eval/episodic_return"][-1][1]  # -6 where it fails, -5 or more where not
+    assert -6 <= mean <= -6 + 6 * scalars["eval/success_rate"][-1][1]
+
+
+@pytest.mark.slow
+def test_an_environment_of_goals_says_it_to_sac():
+    args = sac_jax.Args(total_timesteps=300, learning_starts=256)
+    run = sac_jax.Run(env_id="environments:Reach-v0", log_interval=100, eval_episodes=5)
+    scalars, _ = read_events(sac_jax.train(args, run)[2])
+    assert len(scalars["charts/success_rate"]) == 3
+    assert len(scalars["eval/success_rate"]) == 1
