@@ -134,6 +134,7 @@ def test_tables_of_metrics_have_those_of_the_scripts(name):
     source = (ROOT / f"{name}.py").read_text()
     logged = metrics(source, '"')
     logged |= {f"eval/{name}" for name in cleanreplay.experiment.STATISTICS}
+    logged |= {"charts/success_rate", "eval/success_rate"}
     page = PAGES[f"docs/{name.removesuffix('_jax')}.md"]
     written = metrics(page + PAGES["docs/runs.md"], "`")
     assert written <= logged
@@ -469,6 +470,19 @@ def test_environments_of_your_own_are_learned(name, env, is_compiled, tmp_path, 
     with closing(dqn_jax.make_envs(args, run, 2)) as envs:
         returns = cleanreplay.experiment.play_episodes(agent, run, params, envs, [])
     assert returns == pytest.approx([-0.9, -0.9])  # nine steps, the shortest way
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Gymnasium's checks of the robots' spaces
+@pytest.mark.parametrize("name", ["my_reach:Reach-v0", "my_fetch:FetchReach-v4"])
+def test_environments_with_goals_train(name, tmp_path, monkeypatch):
+    if name.startswith("my_fetch"):
+        pytest.importorskip("gymnasium_robotics")
+    write_module(name.partition(":")[0], tmp_path, monkeypatch)
+    args = sac_jax.Args(total_timesteps=400, learning_starts=256, her_fraction=0.8)
+    run = sac_jax.Run(env_id=name, log_interval=200, eval_episodes=2)
+    scalars, _ = read_events(sac_jax.train(args, run)[2])
+    assert len(scalars["charts/success_rate"]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*precision lowered")  # in EnvPool's spaces
