@@ -248,7 +248,9 @@ def start_from(folder: str, state: Any, learned: Callable) -> Any:
     UsageError if the newest checkpoint of the run has other shapes.
     """
     saver = Checkpoints(folder, saves=False)
-    step = saver.latest_step()
+    step = saver.latest.latest_step()
+    if step is None:
+        raise UsageError(f"init_from: {saver.latest.directory} has no checkpoint")
     path = saver.latest.directory / str(step) / "state"
     agent = getattr(state, "agent", state)
     fields = {name: part for name, part in learned(agent)._asdict().items() if part != ()}

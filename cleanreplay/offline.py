@@ -84,11 +84,13 @@ def of_minari(agent: Any, name: str, entries: dict | None) -> Any:
     """
     try:
         import minari
+
+        dataset: Any = minari.load_dataset(name.removeprefix(MINARI), download=True)
     except ModuleNotFoundError as error:
         text = f'{name} needs {error.name}: pip install "minari[hdf5]"'
         raise UsageError(f"offline_data: {text}") from error
-
-    dataset: Any = minari.load_dataset(name.removeprefix(MINARI), download=True)
+    except Exception as error:  # it is not on this disk, and was not found elsewhere
+        raise UsageError(f"offline_data: {name} cannot be loaded: {error}") from error
     found = dataset.iterate_episodes()
     episodes = [steps_of(agent, dataset, episode, entries) for episode in found]
     steps = {}

@@ -119,7 +119,8 @@ def test_statistics_that_only_one_of_two_runs_has_are_refused():
 
 def test_a_folder_without_a_run_is_refused(run_main):
     line = one_line(run_main(dqn_jax, "--init-from", "nowhere"))
-    assert "nowhere/checkpoints has no checkpoint" in line
+    assert line.startswith("error: init_from: ")
+    assert line.endswith("nowhere/checkpoints has no checkpoint")
 
 
 def test_sac_acts_with_its_policy_from_the_first_step():

@@ -271,6 +271,13 @@ def test_a_dict_is_flattened_in_the_order_of_its_space(minari_folder):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_dataset_that_is_not_there_is_refused(minari_folder, run_main):
+    pytest.importorskip("minari")
+    line = refusal(run_main, "--offline-data", "minari:test/nothing-v0")
+    assert "minari:test/nothing-v0 cannot be loaded: " in line
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_dataset_of_other_actions_is_refused(minari_folder):
     minari_dataset(gym.make("Pendulum-v1"), "test/pendulum-v0", [np.zeros(1, np.float32)] * 3)
     agent = make_agent(dqn_jax, dqn_jax.Args(), dqn_jax.Run())
