@@ -256,7 +256,7 @@ def why_not_compiled(envs: Any, env: Any, run: Any) -> str:
     space = env.unwrapped.observation_space
     parts = space.spaces.values() if isinstance(space, Dict) else [space]
     if not all(isinstance(part, Box) for part in parts):
-        return f"is not compiled, because its observations are no Box, or Dict of these: {space}"
+        return f"is not compiled, because its observations are no Box and no Dict of these: {space}"
     envs = images.before_wrap(envs)  # JaxEnvs flattens a Dict, and stacks frames
     while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):
         env = env.env

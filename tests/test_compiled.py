@@ -156,7 +156,7 @@ def test_collected_is_what_a_plain_loop_collects():
     for i in range(3):
         key = jax.random.PRNGKey(i)
         step = 75 * i
-        state, rollout = collect(state, params, key, step)
+        state, (rollout, _) = collect(state, params, key, step)
         act_key, env_key = jax.random.split(key)
         rows = loop.collect(params, jax.random.split(env_key, (25, n)), act_key, step)
 
@@ -193,7 +193,7 @@ def test_evaluation_is_what_a_plain_loop_gives():
             counted += 1
     assert ended.all()
     assert n < counted < 6 * n  # some end before the time limit
-    got, over = envs.evaluate(params, n, key, 30_000)
+    got, over, _ = envs.evaluate(params, n, key, 30_000)
     np.testing.assert_allclose(got, returns, rtol=1e-6)
     assert over.all()
 
@@ -212,7 +212,7 @@ def test_an_evaluation_without_a_time_limit_ends():
     envs = JaxEnvs(agent, Endless(), None)
     assert envs.time_limit == np.iinfo(np.int32).max
     params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
-    returns, over = envs.evaluate(params, 2, jax.random.PRNGKey(0), 3_000)
+    returns, over, _ = envs.evaluate(params, 2, jax.random.PRNGKey(0), 3_000)
     np.testing.assert_array_equal(returns, [1_500, 1_500])
     assert not over.any()
 
@@ -225,7 +225,7 @@ def test_environments_draw_afresh():
     agent, envs = trainer.agent, trainer.envs
     state = envs.reset(jax.random.PRNGKey(0), 4)
     params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
-    after, rollout = envs.collect(state, params, jax.random.PRNGKey(1), 0)
+    after, (rollout, _) = envs.collect(state, params, jax.random.PRNGKey(1), 0)
 
     following = np.concatenate([rollout.observation[1:], after.observation[None]])
     starts = np.concatenate([state.observation, following[~rollout.valid]])
@@ -258,7 +258,7 @@ def test_an_end_that_is_a_number_is_an_end():
     envs = make_trainer(dqn_jax, args, run).envs
     envs.agent.act = lambda params, observation, *_: jnp.ones(2, jnp.int32)  # to the right
     state = envs.reset(jax.random.PRNGKey(1), 2)
-    _, rollout = envs.collect(state, None, jax.random.PRNGKey(2), 0)
+    _, (rollout, _) = envs.collect(state, None, jax.random.PRNGKey(2), 0)
     assert np.flatnonzero(rollout.terminated[:, 0]).tolist() == [3]
     assert np.flatnonzero(~rollout.valid[:, 0]).tolist() == [4]
 
@@ -311,7 +311,9 @@ def test_a_vectorization_that_prevents_several_seeds_is_named():
 
 def test_observations_that_prevent_several_seeds_are_named():
     run = dqn_jax.Run(env_id="ChainOfCells-v0", num_seeds=2)
-    with pytest.raises(dqn_jax.UsageError, match=r"its observations are no Box: Discrete\(5\); "):
+    with pytest.raises(
+        dqn_jax.UsageError, match=r"are no Box and no Dict of these: Discrete\(5\); "
+    ):
         find_jax_env(dqn_jax, dqn_jax.Args(), run)
 
 
@@ -922,7 +924,8 @@ def first_evaluated(program):
     def evaluate(params, episodes, key, *_):
         state = reset(jax.random.fold_in(key, 0), episodes)
         taken.append(np.asarray(state.observation))
-        return jnp.zeros(episodes), jnp.ones(episodes, bool)
+        unknown = jnp.full(episodes, jnp.nan)
+        return jnp.zeros(episodes), jnp.ones(episodes, bool), unknown
 
     program.envs.evaluate = evaluate
     program.evaluate_one(jnp.zeros(1))

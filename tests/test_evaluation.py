@@ -80,7 +80,7 @@ def count_actions(module, args, layer, output, **flags):
     agent = make_agent(module, args, run)
     params = policy_params(agent, layer, output)
     if find_jax_env(module, args, run):
-        returns, over = jax.jit(make_trainer(module, args, run).evaluate_one)(params)
+        returns, over, _ = jax.jit(make_trainer(module, args, run).evaluate_one)(params)
         assert np.all(over)
     else:
         returns = play(module, agent, run, params, 20)
@@ -152,7 +152,7 @@ def test_an_evaluation_of_training_explores_if_asked_to():
 def test_an_evaluation_logs_mean_median_lowest_and_highest_return(env_id, monkeypatch):
     returns = np.array([3.0, 0.0, 10.0, 1.0])
     monkeypatch.setattr(experiment, "play_episodes", lambda *args, **kwargs: returns)
-    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda *args: returns[None])
+    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda *args: [returns[None]] * 2)
     args = dqn_jax.Args(total_timesteps=20, learning_starts=19, batch_size=1, buffer_size=100)
     run = dqn_jax.Run(env_id=env_id, eval_episodes=4, log_interval=10)
     _, _, folder = dqn_jax.train(args, run)
@@ -199,7 +199,7 @@ def test_an_evaluation_cuts_its_episodes_off(env_id, capsys):
     params = policy_params(agent, DQN_HEAD, [0, 1, 0])
     if find_jax_env(dqn_jax, args, run):
         of_one_agent = jax.tree.map(lambda x: x[None], params)
-        (returns,) = make_trainer(dqn_jax, args, run).evaluate(of_one_agent)
+        (returns,), _ = make_trainer(dqn_jax, args, run).evaluate(of_one_agent)
     else:
         returns = play(dqn_jax, agent, run, params, 3)
     assert "an evaluation cuts off episodes after 50 steps" in capsys.readouterr().out
