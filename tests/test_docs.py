@@ -295,8 +295,8 @@ def test_an_agent_with_a_memory_plays_an_episode():
     np.testing.assert_array_equal(names["observation"], observation)
 
 
-class Succeeds(gym.Env):
-    """Episodes of two steps; every fourth of them succeeds."""
+class Crashes(gym.Env):
+    """Episodes of two steps; every fourth of them ends in a crash."""
 
     observation_space = gym.spaces.Box(0.0, 1.0, (1,))
     action_space = gym.spaces.Discrete(2)
@@ -311,11 +311,11 @@ class Succeeds(gym.Env):
     def step(self, action: Any) -> tuple:
         self.steps += 1
         over = self.steps == 2
-        succeeds = over and self.episode % 4 == 0
-        return np.zeros(1, np.float32), 0.0, over, False, {"is_success": succeeds}
+        crashes = over and self.episode % 4 == 0
+        return np.zeros(1, np.float32), 0.0, over, False, {"crashed": crashes}
 
 
-gym.register("Succeeds-v0", Succeeds)
+gym.register("Crashes-v0", Crashes)
 
 
 def patched(heading, tmp_path, monkeypatch):
@@ -357,11 +357,11 @@ def test_how_to_log_a_number_from_the_environment(tmp_path, monkeypatch):
     """Of the last 100 episodes of two environments, 50 each; a rollout is collected ahead.
 
     An episode takes three steps with its reset. After 125 steps of each environment 42 are over, of
-    which 10 succeed, and after 245 steps 82: of the last 50 those with numbers 36, 40, ..., 80.
+    which 10 crash, and after 245 steps 82: of the last 50 those with numbers 36, 40, ..., 80.
     """
     my_dqn = patched("log a number from the environment", tmp_path, monkeypatch)
-    _, scalars, _ = trained(my_dqn, "Succeeds-v0")
-    first, second = scalars["charts/success_rate"]
+    _, scalars, _ = trained(my_dqn, "Crashes-v0")
+    first, second = scalars["charts/crash_rate"]
     assert first == (240, pytest.approx(10 / 42))
     assert second == (480, pytest.approx(12 / 50))
 
