@@ -291,9 +291,10 @@ class DQN:
         batch = self.to_transitions(window, jax.random.fold_in(key, 1))
         grad_fn = jax.grad(self.loss, has_aux=True)
         # Where nothing is learned, the weight is 0 and so is the priority: it is not drawn again.
-        probabilities = jnp.where(batch.valid, sample.probabilities, 0)
+        is_data = sample.indices < 0  # of --offline-data, which is drawn uniformly
+        probabilities = jnp.where(batch.valid & ~is_data, sample.probabilities, 0)
         weights = buffers.importance_weights(probabilities, self.beta_at(update))
-        weights = jnp.where(sample.indices < 0, 1, weights)  # of --offline-data, drawn uniformly
+        weights = jnp.where(is_data, 1, weights)
         gradient, (metrics, td_error) = grad_fn(state.params, state.target_params, batch, weights)
         priorities = jnp.where(batch.valid, jnp.abs(td_error) + args.priority_epsilon, 0)
         replay = self.replay.set_priorities(state.replay, sample.indices, priorities)

@@ -161,8 +161,8 @@ class Policy(NamedTuple):
 
     actor: Any
     actor_opt_state: optax.OptState
-    log_alpha: Array
-    alpha_opt_state: optax.OptState
+    log_alpha: Any
+    alpha_opt_state: Any
     losses: Array  # [2], of actor and alpha: the charts show them at each log entry
 
 
@@ -259,7 +259,10 @@ class SAC:
 
     def learned(self, state: State) -> State:
         """The part of a state that another run may begin with, see --init-from."""
-        return state._replace(replay=(), offline=())
+        policy = state.policy
+        if not self.args.autotune:  # alpha is a flag
+            policy = policy._replace(log_alpha=(), alpha_opt_state=())
+        return state._replace(policy=policy, replay=(), offline=())
 
     def policy_params(self, state: State):
         """The part of a state that `act` needs."""

@@ -29,7 +29,7 @@ class Agent(Protocol):
         """The State of a resumed run, whose environments begin new episodes."""
 
     def learned(self, state: Any) -> Any:
-        """The State with () for what a run with --init-from does not take of it."""
+        """The State with () in place of what a run with --init-from does not take of it."""
 
     def policy_params(self, state: Any) -> Any:
         """The part of a State that `act` needs."""

@@ -240,27 +240,31 @@ def read(
     return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in leaves])
 
 
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their names."""
+    return dict(zip(names(tree), jax.tree.leaves(tree), strict=True))
+
+
 def start_from(folder: str, state: Any, learned: Callable) -> Any:
     """A new State, or RunnerState of compiled.py, that begins with what another run has learned.
 
-    `learned(state)` is the part that is taken, with () for each field that is not. Of several
-    agents in `folder` the first is taken by the first here, and so on; of too few all in turn.
-    UsageError if the newest checkpoint of the run has other shapes.
+    `learned(state)` is the part that is taken, with () for what is not. Of several agents in
+    `folder` the first is taken by the first here, and so on; of too few all in turn. UsageError if
+    the newest checkpoint of the run has other shapes, or cannot be read.
     """
     saver = Checkpoints(folder, saves=False)
     step = saver.latest.latest_step()
     if step is None:
         raise UsageError(f"init_from: {saver.latest.directory} has no checkpoint")
-    path = saver.latest.directory / str(step) / "state"
     agent = getattr(state, "agent", state)
-    fields = {name: part for name, part in learned(agent)._asdict().items() if part != ()}
-    saved = ocp.StandardCheckpointHandler().metadata(path).tree
-    has_several = "agent" in saved  # it was trained by compiled.py
-    saved = saved["agent"] if has_several else saved
-    saved = {name: saved[name] for name in fields if name in saved}
-    check_shapes(path, saved, fields, has_several, agent is not state)
-    arrays = read_arrays(path, {"agent": saved} if has_several else saved)
-    found = dict(zip(names(saved), jax.tree.leaves(arrays), strict=True))
+    leaves, wanted = by_name(agent), by_name(learned(agent))
+    try:
+        found, has_several = read_learned(saver, step, leaves, wanted, agent is not state)
+    except UsageError:
+        raise
+    except Exception as error:
+        where = saver.latest.directory / str(step)
+        raise UsageError(f"init_from: {where} cannot be read: {first_line(error)}") from error
 
     def fitting(name: str, like: jax.Array) -> jax.Array:
         x = found[name]
@@ -268,19 +272,43 @@ def start_from(folder: str, state: Any, learned: Callable) -> Any:
         rows = np.arange(len(like)) % len(x) if agent is not state else 0
         return jax.device_put(x[rows].astype(like.dtype), like.sharding)
 
-    taken = [fitting(*pair) for pair in zip(names(fields), jax.tree.leaves(fields), strict=True)]
-    fields = jax.tree.unflatten(jax.tree.structure(fields), taken)
-    agent = agent._replace(**fields)
+    taken = [fitting(name, x) if name in wanted else x for name, x in leaves.items()]
+    agent = jax.tree.unflatten(jax.tree.structure(agent), taken)
     tqdm.write(f"starts from {folder}, as it was after {step:,} steps")
     return state._replace(agent=agent) if hasattr(state, "agent") else agent
 
 
-def check_shapes(path: Path, saved: Any, wanted: Any, of_several: bool, for_several: bool) -> None:
-    """Raises UsageError if an agent in `saved` has other leaves than one in `wanted`."""
-    there, here = (
-        dict(zip(names(tree), [x.shape[axes:] for x in jax.tree.leaves(tree)], strict=True))
-        for tree, axes in ((saved, of_several), (wanted, for_several))
-    )
+def read_learned(
+    saver: Checkpoints, step: int, leaves: dict, wanted: dict, for_several: bool
+) -> tuple[dict, bool]:
+    """What a checkpoint has of the leaves `wanted`, and whether it is of several agents.
+
+    UsageError if they have other shapes than here; ValueError if a checksum is another.
+    """
+    path = saver.latest.directory / str(step) / "state"
+    saved = ocp.StandardCheckpointHandler().metadata(path).tree
+    of_several = "agent" in saved  # it was trained by compiled.py
+    saved = saved["agent"] if of_several else saved
+    fields = {name.partition(".")[0] for name in wanted}
+    saved = {field: part for field, part in saved.items() if field in fields}
+    shapes = {
+        name: x.shape[of_several:]
+        for name, x in by_name(saved).items()
+        if name in wanted or name not in leaves
+    }
+    check_shapes(path, shapes, {name: x.shape[for_several:] for name, x in wanted.items()})
+    arrays = read_arrays(path, {"agent": saved} if of_several else saved)
+    found = dict(zip(names(saved), jax.tree.leaves(arrays), strict=True))
+    sums = saver.about(step)["checksums"]["state"]
+    prefix = "agent." if of_several else ""
+    for name, number in checksums(found).items():
+        if sums.get(prefix + name, number) != number:
+            raise ValueError(f"{name} has another checksum than when it was saved")
+    return found, of_several
+
+
+def check_shapes(path: Path, there: dict, here: dict) -> None:
+    """Raises UsageError if leaves have other names or shapes in a checkpoint than in this run."""
     for name in sorted(here | there, key=lambda name: "params" not in name):
         if there.get(name) != here.get(name):
             shapes = [tree.get(name, "missing") for tree in (there, here)]

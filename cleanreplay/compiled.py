@@ -60,6 +60,14 @@ def as_box(observation: Any, names: list) -> Array:
     return jnp.concatenate([observation[name].ravel() for name in names]) if names else observation
 
 
+def success_of(func_env: Any, *step: Any) -> Any:
+    """`is_success` of what an environment says of a step: (state, action, next state); or ()."""
+    try:
+        return func_env.transition_info(*step).get("is_success", ())
+    except jax.errors.JAXTypeError:  # it is not for jit: Gymnasium calls it outside
+        return ()
+
+
 class JaxEnvs:
     """N copies of an environment written in JAX, with autoreset in NEXT_STEP mode.
 
@@ -82,8 +90,7 @@ class JaxEnvs:
         self.observation = jax.vmap(lambda *args: as_box(func_env.observation(*args), names))
         self.reward = jax.vmap(func_env.reward)
         self.terminal = jax.vmap(func_env.terminal)
-        info = func_env.transition_info
-        self.is_success = jax.vmap(lambda *args: info(*args).get("is_success", ()))
+        self.is_success = jax.vmap(partial(success_of, func_env))
 
     def observe(self, stack: Array, valid: Array, inner: Any, keys: Array) -> Array:
         """What the policy sees in the states `inner`: a frame, or a stack of K frames.
@@ -115,7 +122,7 @@ class JaxEnvs:
 
         `inputs` are the number of the step, the keys [N] of the environments, and the states [N]
         that they start from if they reset. Returns the next state, and a Step with the success [N]
-        of episodes, NaN where none ends; () if the environment does not say `is_success`.
+        of episodes, -1 where none ends; () if the environment does not say `is_success`.
         """
         step, keys, starts = inputs
         valid = state.valid
@@ -144,7 +151,7 @@ class JaxEnvs:
             **stored,
         )
         succeeds = jax.tree.map(
-            lambda x: jnp.where(terminated | truncated, x.astype(jnp.float32), jnp.nan),
+            lambda x: jnp.where(terminated | truncated, x.astype(jnp.float32), -1),
             self.is_success(state.inner, env_action, after),
         )
         choose = jax.vmap(jnp.where)
@@ -174,7 +181,7 @@ class JaxEnvs:
         """The first episode of as many environments.
 
         Returns their returns [episodes], whether they ended [episodes] within max_steps, and
-        whether they succeeded [episodes], NaN where the environment does not say it.
+        whether they succeeded [episodes], -1 where the environment does not say it.
         """
         max_steps = min(self.time_limit, max_steps)
         first_step = min(self.agent.args.total_timesteps, 2**31 - 1 - max_steps)  # as play_episodes
@@ -197,7 +204,7 @@ class JaxEnvs:
 
         state = self.reset(jax.random.fold_in(key, 0), episodes)
         returns = jnp.zeros(episodes, jnp.float32)
-        unknown = jnp.full(episodes, jnp.nan)
+        unknown = jnp.full(episodes, -1.0)
         start = (jnp.int32(0), state, returns, jnp.zeros(episodes, bool), unknown)
         _, _, returns, over, succeeded = jax.lax.while_loop(has_more, step, start)
         return returns, over, succeeded
@@ -414,7 +421,9 @@ class Trainer:
         metrics["charts/episodic_return"] = jnp.where(any_ended, returns / number, jnp.inf)
         metrics["charts/episodic_length"] = jnp.where(any_ended, lengths / number, jnp.inf)
         if isinstance(succeeds, Array):
-            metrics["charts/success_rate"] = jnp.nanmean(succeeds)
+            said = succeeds >= 0
+            rate = jnp.sum(succeeds, where=said) / jnp.maximum(said.sum(), 1)
+            metrics["charts/success_rate"] = jnp.where(said.any(), rate, jnp.inf)
         params = are_finite(self.agent.policy_params(runner.agent))
         return runner, Entry(metrics, runner.finished, jnp.append(finite.all(axis=0), params))
 
@@ -450,7 +459,7 @@ class Trainer:
         returns, over, succeeded = self.evaluate_all(params)
         if not np.all(over):
             tqdm.write(f"an evaluation cuts off episodes after {self.run.eval_max_steps:,} steps")
-        return np.asarray(returns), np.asarray(succeeded)
+        return np.asarray(returns), np.where(succeeded < 0, np.nan, succeeded)
 
     def num_entries(self, step: int) -> int:
         """Log entries of the next call: up to the next checkpoint, the next evaluation or the end.

@@ -39,7 +39,8 @@ class Experiment(AbstractContextManager):
         self.run = log.run
         self.make_envs = make_envs
         self.learned: tuple = ()  # the State and the parameters of the last iteration
-        self.successes: list = []  # of the episodes that are to be logged
+        self.successes: list = []  # of episodes that ended, and are not counted yet
+        self.counted: list = []  # those that are to be logged
         if self.run.capture_video:
             images.check_video(make_envs)
         self.on_exit = ExitStack()
@@ -81,6 +82,10 @@ class Experiment(AbstractContextManager):
         """Keeps the returns of the episodes that end in a rollout, which began at `step`."""
         check_rollout(rollout, self.run, step)
         self.log.count_episodes(step, rollout)
+        if self.successes:  # those of the next rollout are among them
+            count = int((rollout.terminated | rollout.truncated).sum())
+            self.counted += self.successes[:count]
+            del self.successes[:count]
 
     def end_iteration(self, end: int, state: Any, params: Any, metrics: dict) -> bool:
         """Logs, saves and evaluates what is due at step `end`. Returns whether the run is over."""
@@ -88,11 +93,12 @@ class Experiment(AbstractContextManager):
         step = end - self.agent.steps_per_iteration
         check_metrics(metrics)
         self.learned = (state, params)
-        if self.successes:
-            metrics = metrics | {"charts/success_rate": rate(self.successes)}
+        ends = end >= self.total or len(self.log.stop) > 0
+        if self.counted and (ends or is_due(run.log_interval, step, end)):
+            metrics = metrics | {"charts/success_rate": rate(self.counted)}
+            self.counted.clear()
         is_last = self.log.end_iteration(end, state, params, metrics)
         if is_last or is_due(run.log_interval, step, end):
-            self.successes.clear()
             check_finite(params, self.log.folder)
             self.keeper.write_experience(state)
         if is_last or is_due(run.checkpoint_interval, step, end):

@@ -30,39 +30,45 @@ NEEDED = (
 def of_goals(function: Callable, shape: tuple) -> Callable:
     """`function(achieved, desired, info)` of an environment, for goals [..., *shape] inside jit.
 
-    If JAX can trace it, it is part of the program. Otherwise it is called back, and for each goal
-    by itself if it does not take several: some give one number for a whole batch.
+    If JAX can trace it, it is part of the program. Otherwise it is called back. Either way it is
+    called for each goal by itself if it does not take several: some then give one number for all.
     """
-    achieved: Any = np.ones((2, *shape), np.float32)
-    desired = achieved * np.reshape([1, 3], (2, *[1] * len(shape))).astype(np.float32)
+    distances = np.reshape([0, *10.0 ** np.arange(-4, 7)], (-1, *[1] * len(shape)))
+    desired: Any = (distances + np.zeros(shape)).astype(np.float32)
+    achieved: Any = np.zeros_like(desired)
     each = [function(a, d, {}) for a, d in zip(achieved, desired, strict=True)]
     try:
-        takes_many = np.array_equal(each, np.broadcast_to(function(achieved, desired, {}), 2))
-    except Exception:  # whatever it raises: it does not take two
+        takes_many = np.array_equal(
+            each, np.broadcast_to(function(achieved, desired, {}), len(each))
+        )
+    except Exception:  # whatever it raises: it does not take several
         takes_many = False
+
+    def of_rows(achieved: Any, desired: Any) -> Any:
+        return function(achieved, desired, {})
 
     def call_back(achieved: Any, desired: Any) -> np.ndarray:
         lead = achieved.shape[: achieved.ndim - len(shape)]
         achieved, desired = (np.asarray(x).reshape(-1, *shape) for x in (achieved, desired))
         result: Any
         if takes_many:
-            result = np.broadcast_to(function(achieved, desired, {}), len(achieved))
+            result = np.broadcast_to(of_rows(achieved, desired), len(achieved))
         else:
-            result = [function(a, d, {}) for a, d in zip(achieved, desired, strict=True)]
+            result = [of_rows(*pair) for pair in zip(achieved, desired, strict=True)]
         return np.asarray(result, np.float32).reshape(lead)
 
     def call(achieved: Array, desired: Array) -> Array:
         lead = achieved.shape[: achieved.ndim - len(shape)]
+        rows = [x.reshape(-1, *shape) for x in (achieved, desired)]
         try:
-            if takes_many:
-                result = jnp.asarray(function(achieved, desired, {}), jnp.float32)
-                return jnp.broadcast_to(result, lead)
-        except (jax.errors.JAXTypeError, TypeError):
-            pass  # it is written in NumPy
-        result_shape = jax.ShapeDtypeStruct(lead, np.float32)
-        return jax.pure_callback(
-            call_back, result_shape, achieved, desired, vmap_method="broadcast_all"
-        )
+            result = (of_rows if takes_many else jax.vmap(of_rows))(*rows)
+            result = jnp.asarray(result, jnp.float32)
+            return jnp.broadcast_to(result, len(rows[0])).reshape(lead)
+        except Exception:  # it is written in NumPy, where it worked above
+            result_shape = jax.ShapeDtypeStruct(lead, np.float32)
+            return jax.pure_callback(
+                call_back, result_shape, achieved, desired, vmap_method="broadcast_all"
+            )
 
     return call
 
@@ -101,6 +107,8 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
     It gives the first `her_fraction` of a Sample of windows [B, W, ...] goals that were achieved
     later, and their rewards. UsageError if the environments have no goals.
     """
+    if round(args.her_fraction * args.batch_size) == 0:
+        raise UsageError(f"her_fraction: {args.her_fraction} of batch_size is not one window")
     task, names, spec = find_task(envs)
     ends_at = np.cumsum([flatdim(space) for space in names.values()])
     end_of = dict(zip(names, ends_at.tolist(), strict=True))  # in the order of the flat vector

@@ -34,6 +34,7 @@ def add_to(state: Any, agent: Any, run: Any, env_spaces: dict) -> Any:
     else:
         data = of_vault(agent, run, name)
     steps = data.storage
+    check_actions(agent, name, steps.action)
     rows, num_envs = steps.valid.shape
     if rows < agent.replay.window:
         raise UsageError(f"offline_data: {name} has {rows} rows, too few for n_step, frame_stack")
@@ -56,6 +57,14 @@ def without_data(state: Any) -> Any:
     return state._replace(offline=()) if hasattr(state, "offline") else state
 
 
+def check_actions(agent: Any, name: str, action: Any) -> None:
+    """Raises UsageError if Discrete actions are not among those of the run."""
+    number = getattr(agent, "num_actions", None)
+    if action.dtype.kind == "i" and (action.min() < 0 or action.max() >= number):
+        given = f"from {action.min()} to {action.max()}"
+        raise UsageError(f"offline_data: {name} has actions {given}, and this run has {number}")
+
+
 def of_vault(agent: Any, run: Any, name: str) -> Any:
     """The state of a replay with all steps of a vault, or of that of a run."""
     from cleanreplay.vault import Vault
@@ -63,16 +72,15 @@ def of_vault(agent: Any, run: Any, name: str) -> Any:
     path = Path(name)
     try:
         vault = Vault(path / "experience" if (path / "experience").exists() else path, create=False)
+        _, state = vault.load(agent.stored_step)
     except FileNotFoundError as error:
         text = f"{error}: a run has one with --save-experience"
         raise UsageError(f"offline_data: {text}") from error
+    except (ValueError, OSError) as error:
+        raise UsageError(f"offline_data: {error}") from error
     env_id = vault.about.get("env_id", run.env_id)
     if env_id != run.env_id:
         tqdm.write(f"{name} has steps of {env_id}, and this run is in {run.env_id}")
-    try:
-        _, state = vault.load(agent.stored_step)
-    except ValueError as error:
-        raise UsageError(f"offline_data: {error}") from error
     return state
 
 
@@ -143,7 +151,8 @@ def as_stored_actions(agent: Any, space: gym.Space, actions: np.ndarray) -> np.n
     like = agent.stored_step.action
     if isinstance(space, gym.spaces.Discrete) and like.dtype.kind == "i":
         return actions - agent.to_env_action(0)
-    if not isinstance(space, gym.spaces.Box) or like.dtype.kind != "f":
+    is_box = isinstance(space, gym.spaces.Box) and like.dtype.kind == "f"
+    if not is_box or actions.shape[1:] != like.shape:
         raise UsageError(f"offline_data: the data have actions {space}, this run others")
     low = agent.to_env_action(np.full(like.shape, -1.0, np.float32))
     high = agent.to_env_action(np.full(like.shape, 1.0, np.float32))

@@ -924,7 +924,7 @@ def first_evaluated(program):
     def evaluate(params, episodes, key, *_):
         state = reset(jax.random.fold_in(key, 0), episodes)
         taken.append(np.asarray(state.observation))
-        unknown = jnp.full(episodes, jnp.nan)
+        unknown = jnp.full(episodes, -1.0)
         return jnp.zeros(episodes), jnp.ones(episodes, bool), unknown
 
     program.envs.evaluate = evaluate

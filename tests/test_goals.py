@@ -2,6 +2,7 @@
 
 import environments
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict
@@ -106,7 +107,10 @@ def test_goals_are_achieved_later_in_the_episode(flags):
     assert {0, 1, 2, 3, 4, 5} <= aheads
 
 
-@pytest.mark.parametrize("flags", [{}, {"n_step": 3}], ids=["plain", "n_step"])
+FLAGS = [{}, {"n_step": 3}, {"n_step": 3, "frame_stack": 2}]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=["plain", "n_step", "n_step, frame_stack"])
 def test_rewards_and_ends_are_those_of_the_new_goal(flags):
     """Of all steps of a window but the last, which only follows them."""
     pairs, _ = drawn(sac(**flags), 50)
@@ -171,10 +175,33 @@ def fails_with_many(achieved_goal, desired_goal, info):
     return float(np.abs(achieved_goal - desired_goal).sum())
 
 
-GOALS = np.random.default_rng(0).integers(0, 2, (2, 3, 5, 2)).astype(np.float32)
+def far(achieved_goal, desired_goal, info):
+    """One number for several goals, and large distances count as reached."""
+    return bool(np.linalg.norm(achieved_goal - desired_goal) <= 50)
 
 
-@pytest.mark.parametrize("function", [distance, one_only, constant, fails_with_many])
+def by_axis(achieved_goal, desired_goal, info):
+    """Takes a goal [2] or goals [B, 2], in JAX."""
+    assert achieved_goal.ndim < 3
+    return jnp.linalg.norm(achieved_goal - desired_goal, axis=-1)
+
+
+def with_a_mask(achieved_goal, desired_goal, info):
+    """NumPy that JAX cannot trace for another reason than most."""
+    apart = achieved_goal != desired_goal
+    return -float(achieved_goal[apart].size)
+
+
+def in_jax(achieved_goal, desired_goal, info):
+    """JAX, for one goal."""
+    return (achieved_goal == desired_goal).all() - 1.0
+
+
+GOALS = 40.0 * np.random.default_rng(0).integers(0, 2, (2, 3, 2, 2)).astype(np.float32)
+OF_ONE = [distance, one_only, constant, fails_with_many, far, with_a_mask, in_jax]
+
+
+@pytest.mark.parametrize("function", OF_ONE)
 def test_a_function_of_goals_gives_for_each_what_it_gives_for_it_alone(function):
     achieved, desired = GOALS
     expected = [
@@ -186,19 +213,32 @@ def test_a_function_of_goals_gives_for_each_what_it_gives_for_it_alone(function)
     np.testing.assert_array_equal(jax.vmap(call)(achieved, desired), expected)
 
 
+def test_a_function_of_a_batch_is_given_one_axis_of_goals():
+    call = goals.of_goals(lambda *args: np.asarray(by_axis(*args)), (2,))
+    for each in (call, goals.of_goals(by_axis, (2,))):
+        expected = np.linalg.norm(GOALS[0] - GOALS[1], axis=-1)
+        np.testing.assert_allclose(jax.jit(each)(*GOALS), expected, rtol=1e-6)
+
+
 def test_only_what_jax_cannot_trace_is_called_back():
     def program(function):
         return str(jax.make_jaxpr(goals.of_goals(function, (2,)))(*GOALS))
 
-    assert "pure_callback" not in program(distance)
-    assert "pure_callback" in program(fails_with_many)
+    for function in (distance, by_axis, in_jax):
+        assert "pure_callback" not in program(function)
+    for function in (fails_with_many, with_a_mask, far):
+        assert "pure_callback" in program(function)
 
 
-def refusal(envs):
+def refusal(envs, fraction=0.5):
     """What `draws.options` says of environments."""
     with pytest.raises(sac_jax.UsageError) as caught:
-        draws.options(sac_jax.Args(her_fraction=0.5), envs)
+        draws.options(sac_jax.Args(her_fraction=fraction), envs)
     return str(caught.value)
+
+
+def test_a_fraction_of_no_window_is_refused():
+    assert "her_fraction: 0.001 of batch_size is not one window" in refusal(reach(), 0.001)
 
 
 def test_environments_without_goals_are_refused(run_main):

@@ -1,6 +1,7 @@
 """--init-from: a new run begins with what another one has learned, and with an empty replay."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -133,6 +134,28 @@ def test_sac_acts_with_its_policy_from_the_first_step():
     inputs = (state.policy.actor, observation, jax.random.PRNGKey(1), 0)
     assert abs(np.mean(agent.act(*inputs))) < 0.1
     assert np.mean(started.act(*inputs)) > 0.9
+
+
+def test_alpha_is_a_flag_without_autotune():
+    run = sac_jax.Run(env_id="Pendulum-v1", eval_episodes=0, log_interval=20)
+    _, folder = trained(sac_jax, SAC, run)
+    for autotune, alpha in ((True, None), (False, 0.05)):
+        args = sac_jax.Args(**SAC, init_from=folder, autotune=autotune, alpha=0.05)
+        _, new = begun(sac_jax, args, run)
+        assert (np.exp(new.policy.log_alpha) == pytest.approx(0.05)) == (alpha == 0.05)
+
+
+def test_a_damaged_checkpoint_is_refused(run_main):
+    _, folder = trained(dqn_jax, SMALL_DQN, dqn_jax.Run(**COUNTER))
+    files = [file for file in Path(folder, "checkpoints").rglob("*") if "/d/" in str(file)]
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        file.write_bytes(data)
+    assert files
+    line = one_line(run_main(dqn_jax, "--env-id", COUNTER["env_id"], "--init-from", folder))
+    assert line.startswith("error: init_from: ")
+    assert "cannot be read: " in line
 
 
 def test_a_resumed_run_goes_on_from_its_own_checkpoint():

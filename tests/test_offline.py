@@ -83,7 +83,7 @@ def test_what_is_drawn_of_the_data_has_the_weight_1_and_changes_no_priority(plac
     seen = []
 
     def loss(params, target_params, batch, weights):
-        seen.append(weights)
+        seen.append(np.asarray(weights))
         value = params["params"]["Dense_0"]["bias"].sum()  # some gradient
         return value, ({}, jnp.arange(8.0))
 
@@ -97,6 +97,24 @@ def test_what_is_drawn_of_the_data_has_the_weight_1_and_changes_no_priority(plac
     assert (np.asarray(weights[:4]) < 1).any()
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(state.offline), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_data_do_not_change_the_weights_of_the_replay():
+    """They are as many as it likes, and so each of them is drawn rarely."""
+    agent = make_agent(per_dqn_jax, per_dqn_jax.Args(), COUNTER_RUN)
+    vault_with(agent, "data", num_envs=1_000)
+    agent, state = agent_with(per_dqn_jax, "data")
+    seen = []
+    given = agent.loss
+
+    def loss(params, target_params, batch, weights):
+        seen.append(np.asarray(weights))
+        return given(params, target_params, batch, weights)
+
+    agent.loss = loss
+    with jax.disable_jit():
+        agent.gradient_step(state, jax.random.PRNGKey(1), 1)
+    np.testing.assert_array_equal(seen[0], 1)  # all priorities are alike
 
 
 @pytest.mark.parametrize("num_envs", [None, 1, 3])
@@ -174,6 +192,22 @@ def test_steps_of_another_shape_are_refused(run_main):
     vault_with(agent, "data")
     line = refusal(run_main, "--offline-data", "data")
     assert "observation is float32[1, 4] there, and float32[1, 3] is needed" in line
+
+
+def test_a_damaged_vault_is_refused(run_main, place):
+    file = Path(place, "vault.json")
+    file.write_bytes(file.read_bytes().replace(b'"rows": 30', b'"rows": 31'))
+    assert "its checksum is another" in refusal(run_main, "--offline-data", place)
+
+
+def test_actions_that_the_run_has_not_are_refused(run_main):
+    agent = make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN)
+    item = step_of(agent, 0)._replace(action=np.int32(3))
+    replay = buffers.uniform_replay(ROWS)
+    items = jax.tree.map(lambda x: np.stack([x] * ROWS), item)
+    Vault("data", item).write(replay.add_batch(replay.init(item), items))
+    line = refusal(run_main, "--offline-data", "data")
+    assert "has actions from 3 to 3, and this run has 3" in line
 
 
 def test_fewer_rows_than_a_window_are_refused(run_main, place):
@@ -275,6 +309,14 @@ def test_a_dataset_that_is_not_there_is_refused(minari_folder, run_main):
     pytest.importorskip("minari")
     line = refusal(run_main, "--offline-data", "minari:test/nothing-v0")
     assert "minari:test/nothing-v0 cannot be loaded: " in line
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dataset_with_fewer_numbers_in_an_action_is_refused(minari_folder):
+    minari_dataset(gym.make("Pendulum-v1"), "test/pendulum-v0", [np.zeros(1, np.float32)] * 3)
+    agent = make_agent(sac_jax, sac_jax.Args(), sac_jax.Run(env_id="environments:Reach-v0"))
+    with pytest.raises(dqn_jax.UsageError, match="offline_data: the data have "):
+        offline.of_minari(agent, "minari:test/pendulum-v0", None)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,8 +2,10 @@
 
 import environments
 import gymnasium as gym
+import jax
 import numpy as np
 import pytest
+from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 from gymnasium.vector import SyncVectorEnv
 from helpers import COUNTER, SMALL_DQN, read_events
 
@@ -45,6 +47,62 @@ def test_the_last_step_of_each_episode_says_whether_it_succeeded():
     envs.close()
     assert sorted(envs.ended) == [0, 0, 0, 1, 1, 1, 1]
     np.testing.assert_array_equal(envs.first, [0, 1])
+
+
+def test_what_the_environments_have_can_be_used():
+    envs = Successes(SyncVectorEnv([lambda: Coin(4, 3)] * 2))
+    envs.set_attr("length", [5, 6])
+    assert envs.get_attr("length") == (5, 6)
+
+
+class Rewarded(Coin):
+    """The reward is the success."""
+
+    def step(self, action):
+        observation, _, over, _, info = super().step(action)
+        return observation, float(over and info["is_success"]), over, False, info
+
+
+gym.register("Rewarded-v0", Rewarded, kwargs={"length": 2, "one_in": 2})
+
+
+def test_an_entry_has_the_successes_of_the_episodes_whose_returns_it_has():
+    args = dqn_jax.Args(**SMALL_DQN | dict(train_frequency=40, gradient_steps=1))
+    run = dqn_jax.Run(env_id=f"{__name__}:Rewarded-v0", log_interval=40, eval_episodes=0)
+    scalars, _ = read_events(dqn_jax.train(args, run)[2])
+    assert len({x for _, x in scalars["charts/success_rate"]}) > 1
+    assert scalars["charts/success_rate"] == scalars["charts/episodic_return"]
+
+
+class NotForJit(environments.Chain):
+    """Gymnasium calls `transition_info` outside of jit."""
+
+    def transition_info(self, state, action, next_state, params=None):
+        return {"is_success": bool(next_state == 4)}
+
+
+def make_not_for_jit(**kwargs):
+    return FunctionalJaxEnv(NotForJit(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("NotForJit-v0", make_not_for_jit, max_episode_steps=9, disable_env_checker=True)
+
+
+def test_an_info_that_jax_cannot_trace_has_no_chart_in_compiled_runs():
+    run = dqn_jax.Run(env_id=f"{__name__}:NotForJit-v0", log_interval=100, eval_episodes=2)
+    scalars, _ = read_events(dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)[2])
+    assert "charts/success_rate" not in scalars
+    assert "eval/success_rate" not in scalars
+
+
+@pytest.mark.slow
+def test_nothing_is_nan_on_the_way(monkeypatch):
+    """Also in a log entry in which no episode ends."""
+    run = dqn_jax.Run(env_id="cleanreplay.bit_flipping:BitFlipping40-v0", log_interval=16)
+    with jax.debug_nans(True):
+        _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
+    scalars, _ = read_events(folder)
+    assert 0 < len(scalars["charts/success_rate"]) < 12
 
 
 def test_environments_that_do_not_say_it_have_no_rate():
