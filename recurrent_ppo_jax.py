@@ -412,7 +412,7 @@ class RecurrentPPO:
         state = state._replace(return_rms=stats, discounted_return=not_done[-1] * returns[-1])
         return state, rollout._replace(reward=reward)
 
-    def inputs(self, window: Step):
+    def inputs(self, window: Step | Batch):
         """What the network takes for a window [W, B, ...]: first the carry stored at its start."""
         cell, hidden, last_action = window.memory
         return (cell[0], hidden[0]), window.observation, last_action, window.valid

@@ -368,7 +368,7 @@ PARTS = {
 }
 METHODS = {
     ppo_jax.PPO: "optimizer on_resume learned policy_params to_env_action normalize_rewards",
-    r2d2_jax.R2D2: "no_memory inputs",
+    r2d2_jax.R2D2: "no_memory",
     r2d2_jax.QNetwork: "step",
 }
 
