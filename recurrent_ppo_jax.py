@@ -358,9 +358,7 @@ class RecurrentPPO:
         output, _, carry = self.network.apply(network_params, (cell, hidden), *step_input)
         output = output[0]
         if key is not None:
-            # 0 * output: the draw waits for the output. Else XLA starts a thread for it, and a call
-            # takes 160 us instead of 45 (Box actions [4, 6], JAX 0.12, 2 cores).
-            key = jax.random.fold_in(key, step + jnp.int32(0 * output[0, 0]))
+            key = jax.random.fold_in(key, step)
         if not self.is_box:
             action = jnp.argmax(output, -1) if key is None else jax.random.categorical(key, output)
             return action, (*carry, self.encode(action))
