@@ -89,10 +89,10 @@ class Args:
 
 
 class ActorCritic(nn.Module):
-    """Logits [W, B, A], or if `is_gaussian` means and log deviations [W, B, 2 A]; and V(s) [W, B].
+    """The policy and V(s) [W, B] of W consecutive steps, and the carry after them.
 
-    Of W consecutive steps; and the carry after them. The actor and the critic share an LSTM. Its
-    carry is 0 after steps that are not `valid`.
+    The policy is logits [W, B, A], or if `is_gaussian` means and log deviations [W, B, 2 A]. Actor
+    and critic share an LSTM. Its carry is 0 after steps that are not `valid`.
     """
 
     num_actions: int
@@ -176,7 +176,7 @@ class Batch(NamedTuple):
     """Sequences [B, L, ...] of steps with the log-probabilities and values of their policy."""
 
     observation: Array  # normalised, if observations are
-    memory: tuple
+    memory: tuple  # as in Step
     action: Array
     valid: Array
     log_prob: Array
@@ -507,7 +507,7 @@ class RecurrentPPO:
         if args.clip_rewards:
             rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state, rollout = self.normalize_rewards(state, rollout)
-        # s' is the s of the next row, also at the end of an episode: that row still has its memory.
+        # s' is the s of the next row. At the end of an episode that row still has its memory.
         next_observation = jnp.asarray(next_observation, rollout.observation.dtype)
         next_observation = normalize(next_observation, state.obs_rms)
         observation = normalize(rollout.observation, state.obs_rms)
