@@ -66,7 +66,7 @@ class Args:
     num_steps: int = 128  # steps of each environment in a rollout
     sequence_length: int = 128  # steps through which gradients flow; it divides num-steps
     hidden_size: int = 64  # width of the LSTM, and of the layers before and after it
-    forget_bias: float = 4.0  # of the LSTM's forget gates at the start; above 0 it remembers longer
+    forget_bias: float = 4.0  # the forget gates of the LSTM begin with biases from 0 to this one
     last_action: bool = True  # the network sees the action of the step before
     num_minibatches: int = 4  # gradient steps per epoch, each on an equal part of the rollout
     update_epochs: int = 10  # epochs per rollout
@@ -318,7 +318,8 @@ class RecurrentPPO:
         return_rms = init_rms(args.normalize_rewards, self.is_box, ())
         window = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), self.example_step)
         params = self.network.init(key, *self.inputs(window))
-        params["params"]["lstm"]["hf"]["bias"] += args.forget_bias
+        biases = jnp.linspace(0, args.forget_bias, args.hidden_size, dtype=jnp.float32)
+        params["params"]["lstm"]["hf"]["bias"] += biases  # some remember for longer than others
         opt_state = self.optimizer(args.learning_rate).init(params)
         discounted_return = jnp.zeros(args.num_envs, jnp.float32)
         return State(params, opt_state, obs_rms, return_rms, discounted_return)

@@ -343,11 +343,11 @@ def test_a_loaded_policy_takes_the_actions_of_the_agent_in_training():
 # ------------------------------------------------------------------------------------- its parts
 
 
-def test_forget_gates_begin_as_open_as_the_flag_says():
+def test_forget_gates_begin_open_from_half_to_as_far_as_the_flag_says():
     agent = RecurrentPPO(Args(hidden_size=5, forget_bias=3.0), OBSERVATIONS, DISCRETE)
     layers = agent.init(KEY).params["params"]["lstm"]
     gates = {name: layer.get("bias") for name, layer in layers.items()}
-    np.testing.assert_array_equal(gates["hf"], [3.0] * 5)
+    np.testing.assert_allclose(gates["hf"], [0, 0.75, 1.5, 2.25, 3])
     for name in ("hi", "hg", "ho"):
         np.testing.assert_array_equal(gates[name], [0.0] * 5)
 
