@@ -28,7 +28,7 @@ LIMITS: dict[tuple, tuple] = {
         *("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs"),
         *("batch_size", "target_network_frequency", "train_frequency", "gradient_steps"),
         *("policy_frequency", "hidden_sizes", "hidden_size", "n_step", "frame_stack"),
-        *("train_length", "period", "num_seeds", "num_devices", "log_interval"),
+        *("train_length", "period", "sequence_length", "num_seeds", "num_devices", "log_interval"),
         *("eval_interval", "eval_max_steps"),
     ),
     (1, 2**29 - 1): ("buffer_size",),

@@ -28,11 +28,13 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
+import recurrent_ppo_jax
 import sac_jax
 from cleanreplay.agents import STEP_FIELDS
 from cleanreplay.vault import Vault
 
-SCRIPTS = {x.__name__: x for x in (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax)}
+MODULES_OF_SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, recurrent_ppo_jax, sac_jax)
+SCRIPTS = {x.__name__: x for x in MODULES_OF_SCRIPTS}
 FILES = [
     ROOT / "README.md",
     *sorted(ROOT.glob("docs/**/*.md")),

@@ -16,6 +16,7 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
+import recurrent_ppo_jax
 import sac_jax
 from cleanreplay import images
 
@@ -217,7 +218,9 @@ def test_the_frames_of_a_stack_become_channels():
     np.testing.assert_array_equal(apply(params, x), apply(params, last))
 
 
-@pytest.mark.parametrize("module", [dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax])
+@pytest.mark.parametrize(
+    "module", [dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, recurrent_ppo_jax, sac_jax]
+)
 @pytest.mark.parametrize(
     ("dtype", "stored"), [(bool, bool), (np.uint8, np.uint8), (np.float64, np.float32)]
 )

@@ -12,6 +12,7 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
+import recurrent_ppo_jax
 import sac_jax
 from cleanreplay import checkpoints
 
@@ -23,6 +24,7 @@ RUNS = [
     slow(per_dqn_jax, SMALL_DQN, "environments:Counter-v0"),
     (ppo_jax, SMALL_PPO | dict(normalize_observations="yes"), "Pendulum-v1"),
     slow(r2d2_jax, R2D2, "environments:Counter-v0"),
+    slow(recurrent_ppo_jax, SMALL_PPO | dict(sequence_length=4), "Pendulum-v1"),
     slow(sac_jax, SAC, "Pendulum-v1"),
 ]
 

@@ -28,10 +28,11 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
+import recurrent_ppo_jax
 import sac_jax
 from dqn_jax import Args, Run, train
 
-SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, sac_jax)
+SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, recurrent_ppo_jax, sac_jax)
 
 
 # ------------------------------------------------------------------------------------ a whole run
@@ -225,6 +226,7 @@ FAST_FLAGS = {
     per_dqn_jax: dict(learning_starts=128, num_envs=2),
     ppo_jax: dict(num_steps=64, num_envs=2),
     r2d2_jax: dict(learning_starts=128, num_envs=2),
+    recurrent_ppo_jax: dict(num_steps=64, sequence_length=16, num_envs=2),
     sac_jax: dict(learning_starts=256),
 }
 TINY = dict(log_interval=128, eval_episodes=1, eval_max_steps=50)
@@ -244,11 +246,13 @@ def assert_learned(folder):
         (per_dqn_jax, "JAX_DEBUG_NANS"),
         slow(ppo_jax, "JAX_DEBUG_NANS"),
         slow(r2d2_jax, "JAX_DEBUG_NANS"),
+        slow(recurrent_ppo_jax, "JAX_DEBUG_NANS"),
         slow(sac_jax, "JAX_DEBUG_NANS"),
         (dqn_jax, "JAX_ENABLE_X64"),
         slow(per_dqn_jax, "JAX_ENABLE_X64"),
         slow(ppo_jax, "JAX_ENABLE_X64"),
         slow(r2d2_jax, "JAX_ENABLE_X64"),
+        slow(recurrent_ppo_jax, "JAX_ENABLE_X64"),
         slow(sac_jax, "JAX_ENABLE_X64"),
     ],
 )

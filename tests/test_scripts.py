@@ -22,6 +22,7 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
+import recurrent_ppo_jax
 import sac_jax
 from cleanreplay import compiled
 
@@ -30,6 +31,7 @@ SCRIPTS = {
     "per_dqn_jax": per_dqn_jax,
     "ppo_jax": ppo_jax,
     "r2d2_jax": r2d2_jax,
+    "recurrent_ppo_jax": recurrent_ppo_jax,
     "sac_jax": sac_jax,
 }
 MARK = "# === the same in all scripts ==="
@@ -39,6 +41,8 @@ SMALL = {
     "per_dqn_jax": "--learning-starts 200 --batch-size 16 --buffer-size 500",
     "ppo_jax": "--num-steps 16 --update-epochs 1 --num-minibatches 1",
     "r2d2_jax": "--learning-starts 200 --batch-size 16 --buffer-size 500 --train-frequency 20",
+    "recurrent_ppo_jax": "--num-steps 16 --sequence-length 16 --update-epochs 1 "
+    "--num-minibatches 1",
     "sac_jax": "--learning-starts 200 --batch-size 16 --buffer-size 500 --train-frequency 20",
 }
 
@@ -99,10 +103,10 @@ def test_help_has_two_groups_and_a_line_for_every_flag(name, run_main):
 def steps_of_points(name):
     """Where a run of 2,000 steps in 4 environments has points, with a log interval of 100.
 
-    An iteration has 20 steps; that of PPO has 64, and each second of them, or the one after it,
-    reaches a multiple of 100.
+    An iteration has 20 steps; that of PPO, with a memory or without, has 64, and each second of
+    them, or the one after it, reaches a multiple of 100.
     """
-    ends = range(20, 2_001, 20) if name != "ppo_jax" else range(64, 2_049, 64)
+    ends = range(64, 2_049, 64) if "ppo" in name else range(20, 2_001, 20)
     size = ends.step
     return [end for end in ends if end // 100 > (end - size) // 100]
 
@@ -120,15 +124,19 @@ def assert_prints_progress(printed, folder, env_id, points):
 
 # What is in the charts of each script, and of one of them alone.
 COMMON_CHARTS = "charts/episodic_return charts/episodic_length charts/SPS"
+PPO_CHARTS = (
+    "losses/policy_loss losses/value_loss losses/entropy losses/old_approx_kl losses/approx_kl "
+    "losses/clipfrac losses/explained_variance charts/learning_rate"
+)
 OWN_CHARTS = {
     "dqn_jax": "losses/td_loss losses/q_values charts/epsilon charts/gradient_steps "
     "charts/replay_ratio",
     "per_dqn_jax": "losses/td_loss losses/q_values losses/importance_weight_min "
     "losses/priority_max charts/epsilon charts/gradient_steps charts/replay_ratio charts/beta",
-    "ppo_jax": "losses/policy_loss losses/value_loss losses/entropy losses/old_approx_kl "
-    "losses/approx_kl losses/clipfrac losses/explained_variance charts/learning_rate",
+    "ppo_jax": PPO_CHARTS,
     "r2d2_jax": "losses/td_loss losses/q_values losses/priority_max charts/epsilon "
     "charts/gradient_steps charts/replay_ratio",
+    "recurrent_ppo_jax": PPO_CHARTS,
     "sac_jax": "losses/qf1_values losses/qf2_values losses/qf1_loss losses/qf2_loss "
     "losses/qf_loss losses/actor_loss losses/alpha losses/alpha_loss charts/gradient_steps "
     "charts/replay_ratio",
@@ -154,7 +162,7 @@ def test_copied_with_buffers_alone_it_trains_and_logs(name, tmp_path):
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     points = steps_of_points(name)
-    env_id = SCRIPTS[name].ENV_ID if name != "r2d2_jax" else "CartPole-v1"
+    env_id = SCRIPTS[name].ENV_ID if "cleanreplay" not in SCRIPTS[name].ENV_ID else "CartPole-v1"
     assert_prints_progress(done.stdout, folder, env_id, points)
 
     scalars, _ = read_events(folder)

@@ -1,0 +1,807 @@
+"""PPO with a memory: Schulman et al. 2017, arXiv 1707.06347. CleanReplay, MIT license.
+
+    python recurrent_ppo_jax.py --env-id cleanreplay.memory_tasks:CartPoleNoVelocity-v0
+    python recurrent_ppo_jax.py --env-id cleanreplay.memory_tasks:phys2d/MemoryChain-v0
+
+Read `train_loop` first: N environments take S steps in `collect_rollout`, then the agent learns
+from them. If the environment is written in JAX, cleanreplay/compiled.py makes one program of both.
+
+Each step is stored with the memory that the agent had before it. Minibatches are sequences of L
+steps, which begin with the memory that is stored with the first. Advantages of Schulman et al.
+2016, arXiv 1506.02438, and details of Huang et al. 2022, "The 37 implementation details of PPO".
+Differs: if a time limit truncates an episode, its advantages bootstrap; running statistics change
+between rollouts; a Box with bounds is scaled to -1 and 1.
+B: batch size. A: number of discrete actions, or dimension of a Box action.
+"""
+
+import json
+import math
+import re
+import sys
+import time
+import warnings
+from collections import deque
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from gymnasium.spaces import Box
+from gymnasium.vector import AutoresetMode
+from jax import Array
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer import event_file_writer
+from tqdm import tqdm
+
+import buffers
+
+if find_spec("cleanreplay"):  # saves, resumes, evaluates, sees images, compiles the loop
+    import cleanreplay
+    from cleanreplay import UsageError
+else:  # this file and buffers.py alone train and log
+    cleanreplay: Any = None  # type: ignore[no-redef]
+
+    class UsageError(Exception):  # type: ignore[no-redef]
+        """A mistake of the user, which the command line prints as one line."""
+
+
+Choice = Literal["auto", "yes", "no"]
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of the algorithm. Steps are environment steps, of all environments together."""
+
+    total_timesteps: int = 200_000  # steps of training
+    num_envs: int = 8  # environments stepped together
+    num_steps: int = 128  # steps of each environment in a rollout
+    sequence_length: int = 128  # steps through which gradients flow; it divides num-steps
+    hidden_size: int = 64  # width of the LSTM, and of the layers before and after it
+    forget_bias: float = 4.0  # the forget gates of the LSTM begin with biases from 0 to this one
+    last_action: bool = True  # the network sees the action of the step before
+    num_minibatches: int = 4  # gradient steps per epoch, each on an equal part of the rollout
+    update_epochs: int = 10  # epochs per rollout
+    learning_rate: float = 1e-3  # learning rate of Adam
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.9  # lambda of generalised advantage estimation
+    norm_adv: bool = True  # normalise the advantages of each minibatch
+    clip_coef: float = 0.1  # clipping range of the probability ratio
+    clip_vloss: bool = False  # clip the value loss, too
+    ent_coef: float = 0.01  # coefficient of the entropy
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # norm to which longer gradients are clipped
+    target_kl: float | None = None  # KL divergence from the old policy that ends the epochs
+    normalize_observations: Choice = "auto"  # auto: if they are floats, with Box actions
+    normalize_rewards: Choice = "yes"  # by the deviation of the return; auto: with Box actions
+    frame_stack: int = 1  # number of last observations that the network sees
+    clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
+    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
+
+
+class ActorCritic(nn.Module):
+    """The policy and V(s) [W, B] of W consecutive steps, and the carry after them.
+
+    The policy is logits [W, B, A], or if `is_gaussian` means and log deviations [W, B, 2 A]. Actor
+    and critic share an LSTM. Its carry is 0 after steps that are not `valid`.
+    """
+
+    num_actions: int
+    is_gaussian: bool
+    hidden_size: int
+    last_action: bool  # whether it sees the last action: zeros if there was none
+
+    @nn.compact
+    def __call__(self, carry, observation, last_action, valid):
+        def dense(x, features, scale):
+            return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))(x)
+
+        x = observation.reshape(valid.size, *observation.shape[2:])
+        if cleanreplay and cleanreplay.images.are_images(x):
+            x = cleanreplay.images.cnn(x, nn.initializers.orthogonal(2**0.5))
+        else:
+            x = x.reshape(len(x), -1).astype(jnp.float32)
+            x = nn.tanh(dense(x, self.hidden_size, 2**0.5))
+        x = x.reshape(*valid.shape, -1)
+        if self.last_action:
+            x = jnp.concatenate([x, last_action], axis=-1)
+        scan = nn.scan(self.step, variable_broadcast="params", split_rngs={"params": False})
+        carry, x = scan(nn.OptimizedLSTMCell(self.hidden_size, name="lstm"), carry, (x, valid))
+        actor = nn.tanh(dense(x, self.hidden_size, 2**0.5))
+        critic = nn.tanh(dense(x, self.hidden_size, 2**0.5))
+        output = dense(actor, self.num_actions, 0.01)
+        value = dense(critic, 1, 1.0)
+        if self.is_gaussian:
+            log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,), jnp.float32)
+            output = jnp.concatenate([output, jnp.broadcast_to(log_std, output.shape)], axis=-1)
+        return output, value[..., 0], carry
+
+    @staticmethod
+    def step(cell, carry, inputs):
+        """One step of the LSTM."""
+        x, valid = inputs
+        carry, x = cell(carry, x)
+        carry = jax.tree.map(lambda x: jnp.where(valid[:, None], x, 0), carry)
+        return carry, x
+
+
+class Step(NamedTuple):
+    """A step [N, ...] of N environments, or the steps [S, N, ...] of a rollout.
+
+    An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
+
+        observation   s0     s1     s2     t0     The step at s2 only resets the environment: its
+        terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
+        valid         True   True   False  True   is learned from it. Its memory is that of s0 and
+        memory        0      m1     m2     0      s1: V(s2) needs it if s1 truncates.
+    """
+
+    observation: Any
+    action: Any
+    reward: Any
+    terminated: Any  # the episode ended by itself
+    truncated: Any  # a time limit cut the episode off
+    valid: Any  # False if the step only resets
+    memory: Any  # before the step: (cell [N, H], hidden [N, H]) of the LSTM, last_action [N, A]
+
+
+class RunningMeanStd(NamedTuple):
+    """Running statistics of an array [...]."""
+
+    mean: Array  # [...]
+    var: Array  # [...]
+    num_rows: Array  # []
+
+
+class State(NamedTuple):
+    """All that training changes, and so all that a checkpoint must hold."""
+
+    params: Any
+    opt_state: optax.OptState
+    obs_rms: RunningMeanStd | None  # None if observations are not normalised
+    return_rms: RunningMeanStd | None  # None if rewards are not normalised
+    discounted_return: Any  # [N], so far, of each unfinished episode
+
+
+class Batch(NamedTuple):
+    """Sequences [B, L, ...] of steps with the log-probabilities and values of their policy."""
+
+    observation: Array  # normalised, if observations are
+    memory: tuple  # as in Step
+    action: Array
+    valid: Array
+    log_prob: Array
+    value: Array
+    advantage: Array
+
+
+def masked_var(x, mask):
+    """Variances [...] of x [..., B] where `mask` [B] is set."""
+    mean = buffers.masked_mean(x, mask)
+    return buffers.masked_mean((x - mean[..., None]) ** 2, mask)
+
+
+def update_rms(stats: RunningMeanStd, x, mask) -> RunningMeanStd:
+    """Updates the statistics with a batch x [B, ...], where `mask` [B] is set: Chan et al. 1979."""
+    x = jnp.moveaxis(x, 0, -1)
+    rows = mask.sum()
+    num_rows = stats.num_rows + rows
+    weight = rows / jnp.maximum(num_rows, 1)
+    delta = buffers.masked_mean(x, mask) - stats.mean
+    within = (1 - weight) * stats.var + weight * masked_var(x, mask)
+    between = weight * (1 - weight) * delta**2
+    return RunningMeanStd(stats.mean + weight * delta, within + between, num_rows)
+
+
+def normalize(x, stats: RunningMeanStd | None):
+    """Observations [..., *shape] in standard deviations from the mean, clipped to 10."""
+    if stats is None:
+        return x
+    std = jnp.sqrt(stats.var + 1e-8)
+    return jnp.clip((x - stats.mean) / std, -10, 10)
+
+
+def discounted_sum(x, discount, first, reverse: bool = False):
+    """y[t] = x[t] + discount[t] * y[t - 1], or y[t + 1] in reverse; [S, N], `first` is [N]."""
+
+    def step(previous, row):
+        x, discount = row
+        y = x + discount * previous
+        return y, y
+
+    # Eight rows in one turn of the loop: less overhead.
+    _, sums = jax.lax.scan(step, first, (x, discount), unroll=8, reverse=reverse)
+    return sums
+
+
+def log_prob_and_entropy(output, action):
+    """Log-probabilities and entropies [...] of actions [...] int32 or [..., A] float32."""
+    if jnp.issubdtype(action.dtype, jnp.integer):
+        log_probs = nn.log_softmax(output)
+        # One-hot instead of indexing, whose gradient is a slow scatter.
+        chosen = jax.nn.one_hot(action, output.shape[-1], dtype=output.dtype)
+        log_prob = log_probs * chosen
+        entropy = -jnp.exp(log_probs) * log_probs
+    else:
+        mean, log_std = jnp.split(output, 2, axis=-1)
+        deviations = (action - mean) * jnp.exp(-log_std)
+        constant = log_std + 0.5 * math.log(2 * math.pi)
+        log_prob = -0.5 * deviations**2 - constant
+        entropy = constant + 0.5
+    return log_prob.sum(axis=-1), entropy.sum(axis=-1)
+
+
+def gae(rollout: Step, value, next_value, gamma: float, gae_lambda: float):
+    """Advantages [S, N] from V(s) and V(s') [S, N]: Schulman et al. 2016, eq. 16."""
+    bootstrap = jnp.where(rollout.terminated, 0.0, next_value)
+    delta = rollout.reward + gamma * bootstrap - value
+    delta = jnp.where(rollout.valid, delta, 0.0)
+    done = rollout.terminated | rollout.truncated
+    discount = gamma * gae_lambda * (rollout.valid & ~done)
+    return discounted_sum(delta, discount, jnp.zeros_like(delta[0]), reverse=True)
+
+
+class RecurrentPPO:
+    """The algorithm, as pure functions of a `State`.
+
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. A memory is a tuple
+    (cell [N, H], hidden [N, H], last_action [N, A]). last_action is the action of the step before
+    as `encode` gives it, and 0 if there was none; so a memory is zero at the start of an episode.
+    """
+
+    def __init__(
+        self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
+    ):
+        is_vector = isinstance(action_space, Box) and len(action_space.shape) == 1
+        self.is_box = is_vector and np.issubdtype(action_space.dtype, np.floating)
+        if not self.is_box and not isinstance(action_space, gym.spaces.Discrete):
+            raise UsageError(f"PPO takes Discrete actions or a Box [A] of floats: {action_space}")
+        self.args = args
+        self.shard_batch = shard_batch
+        self.action_space = action_space
+        if self.is_box:  # a bound that is missing is taken to be 2 away from the other one
+            low, high = np.array([action_space.low, action_space.high], float)  # against overflow
+            low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
+            high = np.where(np.isfinite(high), high, low + 2)
+            self.middle, self.half = (low + high) / 2, (high - low) / 2
+        self.rollout_shape = (args.num_steps, args.num_envs)
+        self.steps_per_iteration = args.num_envs * args.num_steps
+        self.num_sequences = self.steps_per_iteration // args.sequence_length
+        if args.num_steps % args.sequence_length > 0:
+            raise UsageError("sequence_length must divide num_steps")
+        if self.num_sequences % args.num_minibatches > 0:
+            raise UsageError("num_minibatches must divide num_envs * num_steps / sequence_length")
+        num_actions = action_space.shape[0] if self.is_box else int(action_space.n)
+        self.num_actions = num_actions
+        has_image_dtype = observation_space.dtype in (np.uint8, bool)
+        dtype = observation_space.dtype if has_image_dtype else np.float32
+        observation = np.zeros(observation_space.shape, dtype)
+        action = np.zeros(num_actions, np.float32) if self.is_box else np.int32(0)
+        carry = np.zeros(args.hidden_size, np.float32)
+        memory = (carry, carry, np.zeros(num_actions, np.float32))
+        flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
+        self.example_step = Step(observation, action, np.float32(0), **flags, memory=memory)
+        if args.normalize_observations == "yes" and dtype != np.float32 and observation.ndim > 1:
+            raise UsageError("normalize_observations takes no images: the network scales them")
+        sizes = (args.hidden_size, args.last_action)
+        self.network: Any = ActorCritic(num_actions, self.is_box, *sizes)
+        self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
+
+    def optimizer(self, learning_rate):
+        """Adam with clipped gradients. The learning rate may change from step to step."""
+        clip = optax.clip_by_global_norm(self.args.max_grad_norm)
+        # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
+        return optax.flatten(optax.chain(clip, optax.adam(learning_rate, eps=1e-5)))
+
+    def init(self, key) -> State:
+        """The state before training."""
+        args = self.args
+        observation = self.example_step.observation
+
+        def init_rms(choice, auto: bool, shape):
+            if choice == "no" or (choice == "auto" and not auto):
+                return None
+            zeros = jnp.zeros(shape, jnp.float32)
+            return RunningMeanStd(mean=zeros, var=zeros + 1, num_rows=jnp.float32(0))
+
+        is_float = observation.dtype == np.float32
+        obs_rms = init_rms(args.normalize_observations, self.is_box and is_float, observation.shape)
+        return_rms = init_rms(args.normalize_rewards, self.is_box, ())
+        window = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), self.example_step)
+        params = self.network.init(key, *self.inputs(window))
+        biases = jnp.linspace(0, args.forget_bias, args.hidden_size, dtype=jnp.float32)
+        params["params"]["lstm"]["hf"]["bias"] += biases  # some remember for longer than others
+        opt_state = self.optimizer(args.learning_rate).init(params)
+        discounted_return = jnp.zeros(args.num_envs, jnp.float32)
+        return State(params, opt_state, obs_rms, return_rms, discounted_return)
+
+    def on_resume(self, state: State) -> State:
+        """The state of a resumed run, whose environments begin new episodes."""
+        return state._replace(discounted_return=jnp.zeros_like(state.discounted_return))
+
+    def learned(self, state: State) -> State:
+        """The part of a state that another run may begin with, see --init-from."""
+        return state._replace(discounted_return=())
+
+    def policy_params(self, state: State):
+        """The part of a state that `act` needs."""
+        return state.params, state.obs_rms
+
+    def no_memory(self, num_envs: int) -> tuple:
+        """The memory at the start of an episode."""
+        example = self.example_step.memory
+        return tuple([np.zeros((num_envs, *x.shape), x.dtype) for x in example])
+
+    def encode(self, action):
+        """Actions [...] or [..., A] as the network sees those of the step before: [..., A]."""
+        if self.is_box:
+            return jnp.clip(action, -1, 1)
+        return jax.nn.one_hot(action, self.num_actions, dtype=jnp.float32)
+
+    def act(self, params, observation, memory, key=None, step=0):
+        """Chooses actions [N] or [N, A]: draws from the policy if there is a key, or its mode.
+
+        And the memory after them.
+        """
+        network_params, obs_rms = params
+        cell, hidden, last_action = memory
+        observation = normalize(observation, obs_rms)
+        step_input = observation[None], last_action[None], jnp.ones((1, len(observation)), bool)
+        output, _, carry = self.network.apply(network_params, (cell, hidden), *step_input)
+        output = output[0]
+        if key is not None:
+            key = jax.random.fold_in(key, step)
+        if not self.is_box:
+            action = jnp.argmax(output, -1) if key is None else jax.random.categorical(key, output)
+            return action, (*carry, self.encode(action))
+        action, log_std = jnp.split(output, 2, axis=-1)
+        if key is not None:
+            noise = jax.random.normal(key, action.shape, action.dtype)
+            action = action + jnp.exp(log_std) * noise
+        return action, (*carry, self.encode(action))
+
+    def to_env_action(self, action):
+        """The environment's actions. -1 to 1 becomes low to high; the loss uses `action`."""
+        box = self.action_space
+        if not self.is_box:
+            return action + int(box.start)
+        action = (self.middle + self.half * action).clip(box.low, box.high)
+        return action.astype(min(box.dtype, action.dtype))  # JAX has no float64
+
+    def policy(self, params, key=None):
+        """A function from NumPy observations [N, ...] to the environment's actions [N, ...].
+
+        It keeps the memory from call to call. `is_first` [N] says where episodes begin; they all do
+        at the first call, and if N changes.
+        """
+        memory = self.no_memory(0)
+
+        def policy(observation, is_first=False, step=0):
+            nonlocal memory
+            num_envs = len(observation)
+            if len(memory[0]) != num_envs:
+                memory = self.no_memory(num_envs)
+            is_first = np.broadcast_to(np.asarray(is_first, bool), num_envs)
+            memory = keep_memory(memory, ~is_first)
+            action, memory = self.act(params, observation, memory, key, step)
+            return self.to_env_action(np.asarray(action))
+
+        return policy
+
+    def normalize_rewards(self, state: State, rollout: Step) -> tuple[State, Step]:
+        """Divides rewards by the standard deviation of the discounted return so far."""
+        if state.return_rms is None:
+            return state, rollout
+        not_done = rollout.valid & ~(rollout.terminated | rollout.truncated)
+        # 1 in the first row, because `discounted_return` is already 0 where an episode ended.
+        previous_not_done = jnp.concatenate([jnp.ones_like(not_done[:1]), not_done[:-1]])
+        discount = self.args.gamma * previous_not_done
+        returns = discounted_sum(rollout.reward, discount, state.discounted_return)
+        stats = update_rms(state.return_rms, returns.ravel(), rollout.valid.ravel())
+        reward = jnp.clip(rollout.reward / jnp.sqrt(stats.var + 1e-8), -10, 10)
+        state = state._replace(return_rms=stats, discounted_return=not_done[-1] * returns[-1])
+        return state, rollout._replace(reward=reward)
+
+    def inputs(self, window: Step | Batch):
+        """What the network takes for a window [W, B, ...]: first the carry stored at its start."""
+        cell, hidden, last_action = window.memory
+        return (cell[0], hidden[0]), window.observation, last_action, window.valid
+
+    def unroll(self, params, rollout: Step, next_observation):
+        """The outputs [S, N, ...] of the network for a rollout, and V(s) [S + 1, N].
+
+        The last row of V is that of next_observation, which follows the rollout.
+        """
+        carry, *inputs = self.inputs(rollout)
+        last_action = self.encode(rollout.action[-1])
+        last_action = jnp.where(rollout.valid[-1, :, None], last_action, 0)
+        following = next_observation, last_action, jnp.ones_like(rollout.valid[-1])
+        inputs = [jnp.concatenate([x, y[None]]) for x, y in zip(inputs, following, strict=True)]
+        output, value, _ = self.network.apply(params, carry, *inputs)
+        return output[:-1], value
+
+    def to_sequences(self, x):
+        """Cuts steps [S, N, ...] into sequences [B, L, ...]."""
+        x = x.reshape(-1, self.args.sequence_length, *x.shape[1:]).swapaxes(1, 2)
+        return x.reshape(self.num_sequences, -1, *x.shape[3:])
+
+    def loss(self, params, batch: Batch):
+        """Schulman et al. 2017, eq. 9, to be minimised, and the metrics. A batch is [L, B, ...]."""
+        args = self.args
+        output, value, _ = self.network.apply(params, *self.inputs(batch))
+        log_prob, entropy = log_prob_and_entropy(output, batch.action)
+        advantage = batch.advantage
+        if args.norm_adv:
+            std = masked_var(advantage, batch.valid) ** 0.5
+            mean = buffers.masked_mean(advantage, batch.valid)
+            advantage = (advantage - mean) / (std + 1e-8)
+        log_ratio = log_prob - batch.log_prob
+        ratio = jnp.exp(log_ratio)
+        clipped_ratio = jnp.clip(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+        policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage)
+        target = batch.advantage + batch.value
+        value_loss = 0.5 * (value - target) ** 2
+        if args.clip_vloss:
+            change = jnp.clip(value - batch.value, -args.clip_coef, args.clip_coef)
+            value_loss = jnp.maximum(value_loss, 0.5 * (batch.value + change - target) ** 2)
+        losses = {
+            "losses/policy_loss": policy_loss,
+            "losses/value_loss": value_loss,
+            "losses/entropy": entropy,
+            "losses/old_approx_kl": -log_ratio,
+            "losses/approx_kl": ratio - 1 - log_ratio,
+            "losses/clipfrac": jnp.abs(ratio - 1) > args.clip_coef,
+        }
+        # Averaged together, because many small reductions cost as much as the gradient.
+        means = buffers.masked_mean(jnp.stack([*losses.values()]), batch.valid)
+        loss = means[0] + args.vf_coef * means[1] - args.ent_coef * means[2]
+        return loss, dict(zip(losses, means, strict=True))
+
+    def optimize(self, state: State, batch: Batch, key, learning_rate) -> tuple[State, dict]:
+        """The epochs of gradient steps on minibatches: State, metrics of the last epoch."""
+        args = self.args
+        optimizer = self.optimizer(learning_rate)
+        max_kl = math.inf if args.target_kl is None else args.target_kl
+
+        def gradient_step(train_state, indices):
+            params, opt_state = train_state
+            minibatch = self.shard_batch(jax.tree.map(lambda x: x[indices], batch))
+            minibatch = jax.tree.map(lambda x: x.swapaxes(0, 1), minibatch)
+            gradient, metrics = jax.grad(self.loss, has_aux=True)(params, minibatch)
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), metrics
+
+        def epoch(carry, minibatches):
+            train_state, stopped = carry
+            new_train_state, metrics = jax.lax.scan(gradient_step, train_state, minibatches)
+            metrics = jax.tree.map(jnp.mean, metrics)
+            # A scan cannot be left. Once max_kl was exceeded, what later epochs learn is discarded.
+            train_state = jax.tree.map(partial(jnp.where, stopped), train_state, new_train_state)
+            stops = stopped | (metrics["losses/approx_kl"] > max_kl)
+            return (train_state, stops), (stopped, metrics)
+
+        order = buffers.shuffled_minibatches(
+            key, self.num_sequences, args.update_epochs, args.num_minibatches
+        )
+        start = ((state.params, state.opt_state), jnp.bool_(False))
+        (train_state, _), (stopped, metrics) = jax.lax.scan(epoch, start, order)
+        last = jnp.sum(~stopped) - 1
+        metrics = jax.tree.map(lambda x: x[last], metrics)
+        params, opt_state = train_state
+        return state._replace(params=params, opt_state=opt_state), metrics
+
+    def train_step(self, state: State, rollout: Step, key, step, next_observation):
+        """Learns from the rollout [S, N] that began at `step`, and that next_observation follows.
+
+        Returns the State, the parameters to act with, and the metrics.
+        """
+        args = self.args
+        if args.clip_rewards:
+            rollout = rollout._replace(reward=jnp.sign(rollout.reward))
+        state, rollout = self.normalize_rewards(state, rollout)
+        # s' is the s of the next row. At the end of an episode that row still has its memory.
+        next_observation = jnp.asarray(next_observation, rollout.observation.dtype)
+        next_observation = normalize(next_observation, state.obs_rms)
+        observation = normalize(rollout.observation, state.obs_rms)
+        normalized = rollout._replace(observation=observation)
+        output, values = self.unroll(state.params, normalized, next_observation)
+        value, valid = values[:-1], rollout.valid
+        advantage = gae(rollout, value, values[1:], args.gamma, args.gae_lambda)
+        log_prob, _ = log_prob_and_entropy(output, rollout.action)
+        learned = (log_prob, value, advantage)
+        batch = Batch(observation, rollout.memory, rollout.action, valid, *learned)
+        batch = jax.tree.map(self.to_sequences, batch)
+        learning_rate = jnp.float32(args.learning_rate)
+        if args.anneal_lr:
+            learning_rate *= jnp.maximum(1 - step / args.total_timesteps, 0)
+        state, metrics = self.optimize(state, batch, jax.random.fold_in(key, step), learning_rate)
+        if state.obs_rms is not None:  # only now: the actions were chosen with the old ones
+            rows = rollout.observation.reshape(valid.size, *rollout.observation.shape[2:])
+            stats = update_rms(state.obs_rms, rows, valid.ravel())
+            state = state._replace(obs_rms=stats)
+        residual = masked_var(advantage, valid)
+        total = masked_var(advantage + value, valid)
+        metrics["losses/explained_variance"] = jnp.where(total > 0, 1 - residual / total, 0.0)
+        metrics["charts/learning_rate"] = learning_rate
+        return state, self.policy_params(state), metrics
+
+
+def keep_memory(memory: tuple, valid) -> tuple:
+    """The memory after a step, zeros where the step was not valid [N], because it only reset."""
+    return tuple([np.where(valid, np.asarray(x).T, 0).T for x in memory])
+
+
+def collect_rollout(agent: RecurrentPPO, envs, params, env_state: tuple, key, step: int):
+    """Takes S steps in N environments: Steps [S, N, ...], and the next `env_state`."""
+    observation, valid, memory = env_state
+    num_steps, num_envs = agent.rollout_shape
+    example = agent.example_step
+    rollout = jax.tree.map(lambda x: np.empty((num_steps, num_envs, *x.shape), x.dtype), example)
+    all_rows = jax.tree.leaves(rollout)
+    for t in range(num_steps):
+        observation = np.array(observation, example.observation.dtype)  # `envs` may overwrite it
+        action, new_memory = agent.act(params, observation, memory, key, step + t * num_envs)
+        env_action = agent.to_env_action(np.asarray(action))
+        next_observation, reward, terminated, truncated, info = envs.step(env_action)
+        now = Step(observation, action, reward, terminated, truncated, valid, memory)
+        for rows, x in zip(all_rows, jax.tree.leaves(now), strict=True):
+            rows[t] = x
+        observation = next_observation
+        memory = keep_memory(new_memory, valid)
+        valid = ~(rollout.terminated[t] | rollout.truncated[t])
+    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
+    return rollout, (observation, valid, memory)
+
+
+def train_loop(agent: RecurrentPPO, envs, log, key) -> State:
+    """Collects a rollout and learns from it, again and again. Returns the State at the end."""
+    init_key, act_key, learn_key = jax.random.split(key, 3)
+    state = log.begin(partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    params = agent.policy_params(state)
+    train_step = jax.jit(agent.train_step)
+    with log.saves_on_error(envs, log.first_step):
+        env_state = (*reset(envs, init_key, log.first_step), agent.no_memory(envs.num_envs))
+
+    for step in range(log.first_step, log.total, agent.steps_per_iteration):
+        with log.saves_on_error(envs, step):
+            rollout, env_state = collect_rollout(agent, envs, params, env_state, act_key, step)
+        log.count_episodes(step, rollout)
+        state, params, metrics = train_step(state, rollout, learn_key, step, env_state[0])
+        # Insert your own code here.
+        end = step + agent.steps_per_iteration
+        if log.end_iteration(end, state, params, metrics):
+            break
+    return state
+
+
+Agent = RecurrentPPO
+ENV_ID = "cleanreplay.memory_tasks:CartPoleNoVelocity-v0" if cleanreplay else "CartPole-v1"
+
+
+# === the same in all scripts ===
+
+
+@dataclass(frozen=True)
+class Run:
+    """Flags of the experiment. Several agents, devices or processes need an environment in JAX."""
+
+    exp_name: str = Path(__file__).stem  # part of the folder's name
+    env_id: str = ENV_ID  # Gymnasium environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports MODULE
+    env_kwargs: str = "{}"  # arguments of the environment as JSON, such as {"continuous": true}
+    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
+    seed: int = 1  # random seed
+    num_seeds: int = 1  # agents trained in parallel, with this seed and those after it
+    num_devices: int = 1  # devices per process that agents, or environments of one, are spread over
+    distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
+    log_interval: int = 1_000  # steps between two log entries
+    eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
+    eval_episodes: int = 10  # episodes per evaluation; 0: no evaluation
+    eval_max_steps: int = 30_000  # steps after which an evaluation cuts its episodes off
+    eval_explores: bool = False  # explore in evaluations, as at the end of training
+    capture_video: bool = False  # record one more episode at each evaluation
+    checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
+    resume: str = ""  # folder of a run to resume; its flags are the defaults
+    track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
+
+
+def need(what: str) -> Any:
+    """The package cleanreplay, for something that cannot do without it."""
+    if cleanreplay is None:
+        raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
+    return cleanreplay
+
+
+def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
+    """Makes N environments that are stepped together."""
+    wrappers: list = []  # of a single environment, such as gym.wrappers.TimeAwareObservation
+    kwargs = json.loads(run.env_kwargs)
+    if video_folder:
+        kwargs["render_mode"] = "rgb_array"
+        wrappers.append(partial(gym.wrappers.RecordVideo, video_folder=video_folder))
+    mode: Any = run.vectorization if training else "sync"  # processes take seconds to start
+    if run.vectorization == "auto":  # None: the environment's own vector version, or sync
+        mode = "sync" if wrappers else None
+    how = {"context": "forkserver"} if mode == "async" else None  # a fork of JAX can hang
+    make = partial(gym.make_vec, run.env_id, num_envs, wrappers=wrappers, **kwargs)
+    warnings.filterwarnings("ignore", ".*AutoresetMode")  # the mode is checked below
+    envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
+    # Gymnasium's own vector versions are slow for few environments. It steps those written in JAX
+    # wrongly: where one resets, all others stand still.
+    is_toy = type(envs.unwrapped).__module__.startswith("gymnasium.envs.") and num_envs < 4
+    if mode is None and (is_toy or hasattr(envs.unwrapped, "func_env")):
+        envs = make(vectorization_mode="sync")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
+        raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
+    space = envs.single_observation_space
+    is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
+    if args.frame_stack > 1 or not is_vector:
+        envs = need("images, frame_stack or no Box").images.wrap(envs, args.frame_stack)
+    return cleanreplay.success.Successes(envs) if cleanreplay and training else envs
+
+
+def reset(envs, key, step: int):
+    """Starts an episode in each environment: observations, and the valid [N] of the next step."""
+    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
+    observation, _ = envs.reset(seed=seed)
+    return observation, np.ones(envs.num_envs, bool)
+
+
+def is_due(interval: int, step: int, end: int) -> bool:
+    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
+    return interval > 0 and end // interval > step // interval
+
+
+class Log(AbstractContextManager):
+    """The charts of a run in TensorBoard, and its progress.
+
+    `cleanreplay.experiment.Experiment` has the same methods, and also saves, resumes and evaluates.
+    """
+
+    def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
+        self.run, self.args = run, agent.args
+        self.folder = folder
+        self.stop = stop  # has an item if the run is to end
+        self.first_step = 0
+        self.total = agent.args.total_timesteps
+        self.steps_per_iteration = agent.steps_per_iteration
+        self.unfinished = np.zeros((2, agent.args.num_envs))  # return and length of each episode
+        self.ended: list = []  # returns and lengths of the episodes that are to be logged
+        self.recent_returns: deque = deque(maxlen=100)
+        self.writer: Any = None
+
+    def open(self, first_step: int, recent_returns=(), quiet: bool | None = None, writer=None):
+        """Begins the charts and the bar of progress. A run that is resumed has a `first_step`."""
+        if not quiet:
+            where = f"{self.unfinished.shape[1]} x {self.run.env_id}"
+            tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
+        self.first_step = first_step
+        self.recent_returns.extend(recent_returns)
+        self.start_time = time.time()
+        self.bar: Any = tqdm(initial=first_step, total=self.total, unit=" steps", disable=quiet)
+        # The class is looked up only now, because W&B has replaced it in its module.
+        self.writer = writer or event_file_writer.EventFileWriter(str(self.folder), flush_secs=1)
+
+    def begin(self, init) -> State:
+        """Begins the run: the State of `init()`."""
+        names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
+        names += ["save_experience", "her_fraction", "offline_data", "init_from"]
+        for flags in (self.run, self.args):
+            for flag in names:
+                if getattr(flags, flag, None) != getattr(type(flags), flag, None):
+                    need(flag)
+        tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
+        self.open(first_step=0)
+        return init()
+
+    def saves_on_error(self, envs, step: int, learned=None):
+        """In `with`: if the environments fail, nothing is saved here."""
+        return nullcontext()
+
+    def count_episodes(self, step: int, rollout: Step):
+        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        done = rollout.terminated | rollout.truncated
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
+        for row, over in zip(rewards_and_steps, done, strict=True):
+            self.unfinished += row
+            if over.any():
+                self.ended.extend(self.unfinished[:, over].T)
+                self.unfinished[:, over] = 0
+
+    def end_iteration(self, end: int, state: State, params, metrics: dict) -> bool:
+        """Logs what is due at step `end`. Returns whether the run is over."""
+        is_last = end >= self.total or len(self.stop) > 0
+        if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
+            self.add_metrics(end, metrics)
+        return is_last
+
+    def add_metrics(self, step: int, metrics: dict):
+        """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
+        speed = (step - self.first_step) / (time.time() - self.start_time)
+        metrics = metrics | {"charts/SPS": speed}
+        if self.ended:
+            returns, lengths = np.transpose(self.ended)
+            metrics["charts/episodic_return"] = returns.mean()
+            metrics["charts/episodic_length"] = lengths.mean()
+            self.recent_returns.extend(returns)
+            self.ended.clear()
+        self.write(step, metrics)
+        progress = f"return {self.mean_return():.2f}"
+        if self.bar.disable and is_due(self.total // 20, self.bar.n, step):
+            print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
+        self.bar.n = step
+        self.bar.set_postfix_str(progress)
+
+    def write(self, step: int, metrics: dict, wall_time: float = 0):
+        """Adds a point to each chart whose number is finite."""
+        event = Event(wall_time=wall_time or time.time(), step=step)
+        for tag, x in metrics.items():
+            if math.isfinite(x):
+                event.summary.value.add(tag=tag, simple_value=x)
+        self.writer.add_event(event)  # one event for all charts is fastest
+
+    def mean_return(self) -> float:
+        """The mean return of the last 100 episodes, NaN before the first."""
+        return float(np.mean(self.recent_returns or np.nan))
+
+    def __exit__(self, *error):
+        if self.writer:
+            self.writer.close()
+
+
+def train(args: Args, run: Run, stop: list | None = None):
+    """Trains until total_timesteps, or until `stop` has an item.
+
+    Returns the State, the mean returns [num_seeds] of the last episodes, and the run's folder.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # with it `act` takes 3 times as long
+    stop = [] if stop is None else stop
+    name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**3}"
+    folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
+    if cleanreplay:
+        cleanreplay.usage.check(args, run)
+    make_more = partial(make_envs, args, run)
+    with closing(make_more(1)) as envs:
+        spaces = (envs.single_observation_space, envs.single_action_space)
+        more = cleanreplay.draws.options(args, envs) if cleanreplay else {}
+        make_agent = partial(Agent, args, *spaces, **more)
+        jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(envs, run)
+    if jax_env:
+        script = (make_agent, make_more, Log, __file__)
+        return cleanreplay.compiled.train(*script, jax_env, run, folder, stop)
+    agent = make_agent()
+    log = Log(agent, run, folder, stop)
+    experiment: Any = log
+    if cleanreplay:
+        experiment = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
+    with experiment, closing(make_more(args.num_envs, training=True)) as envs:
+        state = train_loop(agent, envs, experiment, jax.random.PRNGKey(run.seed))
+    return state, np.array([log.mean_return()]), folder
+
+
+def main():
+    """The command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
+    Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
+    what = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # the paper, and two commands
+    parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
+    stop: list[int] = []
+    try:
+        run, args = cleanreplay.usage.parse(parse) if cleanreplay else parse()
+        _, returns, folder = train(args, run, stop)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+    print(f"{folder}: mean return of the last episodes {np.mean(returns):.2f}")
+    sys.exit(130 if stop else 0)
+
+
+if __name__ == "__main__":
+    main()
