@@ -78,7 +78,7 @@ def test_each_environment_has_a_process_where_they_are_async():
     with closing(dqn_jax.make_envs(dqn_jax.Args(), run, 4)) as envs:
         assert isinstance(envs, SyncVectorEnv)  # for an evaluation, because processes start slowly
     with closing(dqn_jax.make_envs(dqn_jax.Args(), run, 4, training=True)) as envs:
-        assert isinstance(envs, AsyncVectorEnv)
+        assert isinstance(envs.unwrapped, AsyncVectorEnv)
         workers = {process.pid for process in envs.processes}
         assert len(workers | {os.getpid()}) == 5
 
