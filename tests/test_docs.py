@@ -474,6 +474,19 @@ def test_environments_of_your_own_are_learned(name, env, is_compiled, tmp_path, 
     assert returns == pytest.approx([-0.9, -0.9])  # nine steps, the shortest way
 
 
+@pytest.mark.filterwarnings("ignore")  # of Minari
+def test_the_dataset_of_demonstrations_is_read(tmp_path, monkeypatch):
+    pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    write_module("my_pusher", tmp_path, monkeypatch)
+    runpy.run_path("my_pusher.py")
+    args = sac_jax.Args(offline_data="minari:mountaincar/pusher-v0")
+    agent = make_agent(sac_jax, args, sac_jax.Run(env_id="MountainCarContinuous-v0"))
+    steps = cleanreplay.offline.of_minari(agent, args.offline_data, None).storage
+    assert steps.valid.sum() == 885
+    assert steps.terminated.sum() == 10
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Gymnasium's checks of the robots' spaces
 @pytest.mark.parametrize("name", ["my_reach:Reach-v0", "my_fetch:FetchReach-v4"])
