@@ -131,7 +131,7 @@ def test_functional_environments_stack_in_the_compiled_program(script):
     trainer = make_trainer(script, script.Args(num_envs=4, frame_stack=3, **rollout), run)
     agent, envs = trainer.agent, trainer.envs
     params = agent.policy_params(jax.jit(agent.init)(KEY))
-    _, rollout = jax.jit(envs.collect)(envs.reset(KEY, 4), params, KEY, 0)
+    _, (rollout, _) = jax.jit(envs.collect)(envs.reset(KEY, 4), params, KEY, 0)
     assert rollout.valid.shape == (60, 4)
 
     newest = np.asarray(rollout.observation[:, :, -1])

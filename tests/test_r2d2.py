@@ -312,7 +312,7 @@ def test_the_memory_of_an_agent_in_a_compiled_rollout_begins_anew():
     trainer = make_trainer(r2d2_jax, Args(**SMALL | dict(train_frequency=40)), run)
     params = trainer.agent.init(KEY).params
     envs = trainer.envs
-    _, steps = jax.jit(envs.collect)(envs.reset(KEY, 2), params, KEY, 0)
+    _, (steps, _) = jax.jit(envs.collect)(envs.reset(KEY, 2), params, KEY, 0)
     begins = np.concatenate([np.ones((1, 2), bool), ~steps.valid[:-1]])
     assert begins.sum() > 6
     for x in steps.memory:
