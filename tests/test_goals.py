@@ -317,7 +317,7 @@ def test_a_point_is_led_to_its_goal(optimised):
     )
     run = sac_jax.Run(env_id="environments:Reach-v0", eval_episodes=50)
     scalars, _ = read_events(sac_jax.train(args, run)[2])
-    assert scalars["eval/success_rate"][-1][1] > 0.9
+    assert scalars["eval/success_rate"][-1][1] > 0.8
 
 
 @pytest.mark.slow

@@ -353,6 +353,7 @@ def test_ten_demonstrations_solve_what_exploration_does_not_find(optimised, mina
             over = terminated or truncated
     about = dict(algorithm_name="x", author="x", author_email="x", code_permalink="x")
     env.create_dataset("test/car-v0", description="x", eval_env="CartPole-v1", **about)
+    env.close()
     run = sac_jax.Run(env_id="MountainCarContinuous-v0", log_interval=500)
     returns = {}
     for data in ("", "minari:test/car-v0"):

@@ -194,7 +194,7 @@ def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     module, flags = SCRIPTS[name]
     returns = np.zeros((3, 2))  # of two episodes of each
     returns[best] = 1.0
-    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda trainer, params: returns)
+    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda trainer, params: (returns, returns))
     args = module.Args(**flags | dict(num_envs=4))
     run = module.Run(**CHAIN, num_seeds=3)
     states, _, folder = module.train(args, run)
@@ -499,7 +499,7 @@ def test_a_compiled_run_keeps_the_spaces_that_its_agent_sees():
     _, _, folder = ppo_jax.train(args, ppo_jax.Run(**CHAIN | dict(eval_episodes=0)))
     kept = json.loads((folder / "args.json").read_text())["spaces"]
     box = {"shape": [2, 5], "dtype": "float32", "low": 0.0, "high": 1.0}
-    assert kept == {"observation": box, "action": {"n": 2, "start": 0}}
+    assert kept == {"observation": box, "action": {"n": 2, "start": 0}, "entries": None}
 
 
 @pytest.mark.parametrize(
