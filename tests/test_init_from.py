@@ -17,7 +17,7 @@ import sac_jax
 from cleanreplay import checkpoints
 
 SAC = dict(total_timesteps=60, learning_starts=40, batch_size=8, hidden_sizes=(8,))
-R2D2 = dict(total_timesteps=200, learning_starts=60, buffer_size=200, train_length=8, burn_in=4)
+R2D2 = dict(total_timesteps=300, learning_starts=160, buffer_size=200, train_length=8, burn_in=4)
 R2D2 |= dict(period=4, hidden_size=8, batch_size=4)
 RUNS = [
     (dqn_jax, SMALL_DQN, "environments:Counter-v0"),

@@ -339,6 +339,7 @@ def test_with_clip_rewards_the_signs_of_their_rewards_are_learned():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Minari
 def test_ten_demonstrations_solve_what_exploration_does_not_find(optimised, minari_folder):
     """MountainCarContinuous, by SAC: a policy that pushes where the car moves shows the flag."""
     minari = pytest.importorskip("minari")
