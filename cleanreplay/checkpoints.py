@@ -182,10 +182,15 @@ def names(tree: Any) -> list[str]:
     return [keystr(path, simple=True, separator=".") for path, _ in tree_leaves_with_path(tree)]
 
 
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their names."""
+    return dict(zip(names(tree), jax.tree.leaves(tree), strict=True))
+
+
 def checksums(tree: Any) -> dict[str, int]:
     """A checksum of each leaf, by its name. Without those that other hosts have a part of."""
     sums = {}
-    for name, x in zip(names(tree), jax.tree.leaves(tree), strict=True):
+    for name, x in by_name(tree).items():
         if getattr(x, "is_fully_addressable", True) or x.is_fully_replicated:
             x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
             data: Any = np.asarray(x).reshape(-1).view(np.uint8)
@@ -217,15 +222,14 @@ def read(
     """
     folder = manager.directory / str(step) / item
     saved = ocp.StandardCheckpointHandler().metadata(folder).tree
-    shapes = dict(zip(names(saved), jax.tree.leaves(saved), strict=True))
-    leaves = dict(zip(names(wanted), jax.tree.leaves(wanted), strict=True))
-    # Parameters first: their names say more than those of the optimizer.
-    for name in sorted(leaves | shapes, key=lambda name: "params" not in name):
-        there = tuple(shapes[name].shape) if name in shapes else "missing"
-        here = tuple(leaves[name].shape) if name in leaves else "missing"
-        if there != here and not name.endswith("num_updates"):  # which old runs have
-            text = f"{folder} is of another script or version: {name} is {there} there, {here} here"
-            raise UsageError(text)
+    shapes, leaves = by_name(saved), by_name(wanted)
+    there, here = (
+        {
+            name: x.shape for name, x in tree.items() if not name.endswith("num_updates")
+        }  # of old runs
+        for tree in (shapes, leaves)
+    )
+    check_shapes(f"{folder} is of another script or version", there, here)
     where = jax.tree.leaves(wanted)[0].sharding
     others = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for name, x in shapes.items()
@@ -234,15 +238,8 @@ def read(
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
     restored = manager.restore(step, args=args)[item]
     found = dict(zip(shapes, jax.tree.leaves(restored), strict=True))
-    for name, number in checksums(found).items():
-        if sums.get(name, number) != number:
-            raise ValueError(f"{name} has another checksum than when it was saved")
+    check_sums(found, sums)
     return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in leaves])
-
-
-def by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their names."""
-    return dict(zip(names(tree), jax.tree.leaves(tree), strict=True))
 
 
 def start_from(folder: str, state: Any, learned: Callable) -> Any:
@@ -296,24 +293,30 @@ def read_learned(
         for name, x in by_name(saved).items()
         if name in wanted or name not in leaves
     }
-    check_shapes(path, shapes, {name: x.shape[for_several:] for name, x in wanted.items()})
+    here = {name: x.shape[for_several:] for name, x in wanted.items()}
+    check_shapes(f"init_from: {path} is of another network or script", shapes, here)
     arrays = read_arrays(path, {"agent": saved} if of_several else saved)
-    found = dict(zip(names(saved), jax.tree.leaves(arrays), strict=True))
-    sums = saver.about(step)["checksums"]["state"]
+    found = by_name(arrays["agent"] if of_several else arrays)
     prefix = "agent." if of_several else ""
-    for name, number in checksums(found).items():
-        if sums.get(prefix + name, number) != number:
-            raise ValueError(f"{name} has another checksum than when it was saved")
+    named_as_saved = {prefix + name: x for name, x in found.items()}
+    check_sums(named_as_saved, saver.about(step)["checksums"]["state"])
     return found, of_several
 
 
-def check_shapes(path: Path, there: dict, here: dict) -> None:
+def check_shapes(what: str, there: dict, here: dict) -> None:
     """Raises UsageError if leaves have other names or shapes in a checkpoint than in this run."""
+    # Parameters first: their names say more than those of the optimizer.
     for name in sorted(here | there, key=lambda name: "params" not in name):
         if there.get(name) != here.get(name):
             shapes = [tree.get(name, "missing") for tree in (there, here)]
-            what = f"{name} is {shapes[0]} there, {shapes[1]} here"
-            raise UsageError(f"init_from: {path} is of another network or script: {what}")
+            raise UsageError(f"{what}: {name} is {shapes[0]} there, {shapes[1]} here")
+
+
+def check_sums(found: dict, sums: dict[str, int]) -> None:
+    """Raises ValueError if the checksum of a leaf is another than in `sums`, if it is there."""
+    for name, number in checksums(found).items():
+        if sums.get(name, number) != number:
+            raise ValueError(f"{name} has another checksum than when it was saved")
 
 
 def read_arrays(path: Path, saved: Any) -> Any:

@@ -73,8 +73,8 @@ def of_goals(function: Callable, shape: tuple) -> Callable:
     return call
 
 
-def find_task(envs: gym.vector.VectorEnv) -> tuple[Any, dict, Any]:
-    """What has `compute_reward`, the spaces of the Dict of observations, and the spec.
+def find_task(envs: gym.vector.VectorEnv) -> tuple[Any, Callable, dict, Any]:
+    """What has `compute_reward`, this, the spaces of the Dict of observations, and the spec.
 
     UsageError if these environments have no goals.
     """
@@ -86,19 +86,17 @@ def find_task(envs: gym.vector.VectorEnv) -> tuple[Any, dict, Any]:
     task = getattr(env.unwrapped, "func_env", env)
     pair: list = [names.get(name) for name in ("achieved_goal", "desired_goal")]
     are_boxes = all(isinstance(space, Box) for space in pair) and pair[0].shape == pair[1].shape
-    if not are_boxes or not has(task, "compute_reward"):
+    compute_reward = method_of(task, "compute_reward")
+    if not are_boxes or compute_reward is None:
         raise UsageError(f"her_fraction: {env} has no goals: {NEEDED}")
-    return task, names, env.spec
+    return task, compute_reward, names, env.spec
 
 
-def has(task: Any, name: str) -> bool:
-    """Whether an environment, or what it wraps, has a method of this name."""
-    return task.has_wrapper_attr(name) if isinstance(task, gym.Env) else hasattr(task, name)
-
-
-def method_of(task: Any, name: str) -> Callable:
-    """The method of this name of an environment, or of what it wraps."""
-    return task.get_wrapper_attr(name) if isinstance(task, gym.Env) else getattr(task, name)
+def method_of(task: Any, name: str) -> Callable | None:
+    """The method of this name of an environment, or of what it wraps; None if there is none."""
+    if not isinstance(task, gym.Env):
+        return getattr(task, name, None)
+    return task.get_wrapper_attr(name) if task.has_wrapper_attr(name) else None
 
 
 def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
@@ -109,7 +107,7 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
     """
     if round(args.her_fraction * args.batch_size) == 0:
         raise UsageError(f"her_fraction: {args.her_fraction} of batch_size is not one window")
-    task, names, spec = find_task(envs)
+    task, compute_reward, names, spec = find_task(envs)
     ends_at = np.cumsum([flatdim(space) for space in names.values()])
     end_of = dict(zip(names, ends_at.tolist(), strict=True))  # in the order of the flat vector
     shape = names["desired_goal"].shape
@@ -118,10 +116,9 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
         slice(end_of[name] - size, end_of[name]) for name in ("achieved_goal", "desired_goal")
     )
     try:
-        rewards = of_goals(method_of(task, "compute_reward"), shape)
-        ends = None
-        if has(task, "compute_terminated"):
-            ends = of_goals(method_of(task, "compute_terminated"), shape)
+        rewards = of_goals(compute_reward, shape)
+        compute_terminated = method_of(task, "compute_terminated")
+        ends = of_goals(compute_terminated, shape) if compute_terminated else None
     except Exception as error:
         text = f"compute_reward of {task} fails with two goals and an empty info"
         raise UsageError(f"her_fraction: {text}: {type(error).__name__}: {error}") from error
