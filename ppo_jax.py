@@ -12,6 +12,16 @@ bootstrap; running statistics change between rollouts; a Box with bounds is scal
 B: batch size. A: number of discrete actions, or dimension of a Box action.
 """
 
+# `uv run` and `pipx run` install what is listed here.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "jax>=0.7,!=0.11.1", "jaxlib>=0.7,!=0.11.1", "flax>=0.11", "optax>=0.2.5",
+#     "gymnasium[classic-control]>=1.1", "numpy>=1.26", "tyro>=0.9.2", "tensorboard>=2.18",
+#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72",
+# ]
+# ///
+
 import json
 import math
 import re

@@ -13,6 +13,16 @@ truncates, the target bootstraps. Differs from the paper: one process, an anneal
 largest priority for new windows, no last reward as input, hyperparameters for small tasks.
 """
 
+# `uv run` and `pipx run` install what is listed here.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "jax>=0.7,!=0.11.1", "jaxlib>=0.7,!=0.11.1", "flax>=0.11", "optax>=0.2.5",
+#     "gymnasium[classic-control]>=1.1", "numpy>=1.26", "tyro>=0.9.2", "tensorboard>=2.18",
+#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72",
+# ]
+# ///
+
 import json
 import math
 import re

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,36 @@ def test_pip_installs_all_that_a_copied_script_needs(tmp_path):
     where, shape = run([sys.executable, "-c", code]).stdout.split("\n", 1)
     assert where.startswith(str(site))
     assert shape.strip() == "(5,)"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_lists_what_the_project_needs(name):
+    (block,) = re.findall(r"(?m)^# /// script$\n((?:^#.*$\n)+?)^# ///$", text(name))
+    listed = tomllib.loads(re.sub(r"(?m)^# ?", "", block))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert listed["dependencies"] == project["dependencies"]
+    assert listed["requires-python"] == project["requires-python"]
+
+
+@pytest.mark.slow
+def test_uv_installs_all_that_a_copied_script_needs(tmp_path):
+    for file in ("ppo_jax.py", "buffers.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    uv = [sys.executable, "-m", "uv", "run", "--no-project", "--python", sys.executable]
+    flags = f"--total-timesteps 2000 {SMALL['ppo_jax']}"
+    done = subprocess.run(
+        [*uv, "ppo_jax.py", *flags.split()],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "Failed to fetch" in done.stderr:
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr
+    scalars, _ = read_events(next((tmp_path / "runs").iterdir()))
+    assert [step for step, _ in scalars["losses/policy_loss"]][-1] >= 1900
 
 
 def test_the_package_imports_no_script_and_orbax_only_when_it_is_used():
