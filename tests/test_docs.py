@@ -244,6 +244,11 @@ def play_greedily(params, frame_stack):
     return actions, frames
 
 
+@pytest.mark.parametrize("block", blocks("docs/walk.md", "python"))
+def test_the_walk_quotes_dqn_as_it_is(block):
+    assert block in (ROOT / "dqn_jax.py").read_text()
+
+
 def make_agent(script, args, run):
     """The agent of a run that was trained with these flags."""
     with closing(script.make_envs(args, run, 1)) as envs:
