@@ -89,7 +89,7 @@ class Checkpoints:
     def restore(self, state: Any) -> tuple[int, Any, list]:
         """The step, the state and the recent returns of the newest checkpoint that can be read.
 
-        `state` has its shapes and devices, and is used up. Damaged ones are moved aside.
+        `state` has its shapes and devices; its arrays are deleted. Damaged ones are moved aside.
         """
         shapes = jax.tree.map(abstract, state)
         for x in jax.tree.leaves(state):
@@ -330,7 +330,8 @@ def read_arrays(path: Path, saved: Any) -> Any:
 def truncate_episodes(replay: Any) -> Any:
     """Marks the unfinished episodes of a replay as truncated, because environments start anew.
 
-    Its last row becomes the one that only resets: it shows what the row before it led to.
+    The last row has no successor, so it becomes the row that only resets. Its observation is what
+    the row before led to.
     """
     steps = replay.storage
     rows = len(steps.valid)

@@ -101,7 +101,7 @@ class Keeper(AbstractContextManager):
         tracking.init_wandb(self.folder.name, vars(self.run) | vars(self.agent.args))
 
     def restore(self, state: Any) -> Any:
-        """The State of the newest checkpoint. `state` has its shapes, and is used up."""
+        """The State of the newest checkpoint. `state` has its shapes; its arrays are deleted."""
         steps = self.checkpoints.latest_step()
         total = self.agent.args.total_timesteps
         if total < min(steps, self.before[1].total_timesteps):

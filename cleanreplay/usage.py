@@ -219,7 +219,7 @@ def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None
 
 
 def check_memory(init: Callable) -> None:
-    """Raises UsageError if the first State has more bytes than the memory, or has no inputs."""
+    """Raises UsageError if the first State does not fit into memory, or observations are empty."""
     try:
         leaves = jax.tree.leaves(jax.eval_shape(init))
     except ZeroDivisionError:  # older versions of Flax make no weights without inputs
