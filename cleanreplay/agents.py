@@ -5,6 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
+import numpy as np
+
 from cleanreplay.errors import UsageError
 
 
@@ -112,11 +115,13 @@ STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "va
 
 
 def check_step(step: Any) -> None:
-    """Raises UsageError if a Step lacks a field that this package reads."""
+    """Raises UsageError if a Step lacks a field that this package reads, or one is empty."""
     missing = [name for name in STEP_FIELDS if not hasattr(step, name)]
     if missing:
         what = f"Step must have {', '.join(missing)}: cleanreplay reads the fields by these names"
         raise UsageError(f"{what}. Rename them in cleanreplay/ as well, or keep them")
+    if any(np.size(x) == 0 for x in jax.tree.leaves(step)):
+        raise UsageError("env_id: the observations or actions of the environment have no numbers")
 
 
 def takes(function: Callable, parameter: str) -> bool:
