@@ -18,6 +18,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # LLVM's optimisations take longer than they save here; see `optimised` for where they matter. XLA's
 # own are made nevertheless: the programs' text is the same to the letter.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# By default a GPU multiplies in TF32, with 10 bits of the mantissa.
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import jax
 import pytest
