@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import buffers
-from cleanreplay import compiled
+from cleanreplay import checkpoints, compiled
 
 # ---------------------------------------------------------------------------------------- all tests
 
@@ -94,6 +95,37 @@ def edited(script, *replaced):
     sys.modules[file.stem] = copy
     spec.loader.exec_module(copy)
     return copy
+
+
+# Scripts that the diffs of docs/other_algorithms/ make, and those that they make them from.
+OTHER_ALGORITHMS = {"c51_jax": "per_dqn_jax", "qr_dqn_jax": "per_dqn_jax", "td3_jax": "sac_jax"}
+
+
+def diff_of(name):
+    """The diff that makes one of OTHER_ALGORITHMS."""
+    return ROOT / "docs" / "other_algorithms" / f"{name.removesuffix('_jax')}.diff"
+
+
+def hunks(diff):
+    """The (old, new) texts of a diff."""
+    found = []
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] != "+")
+        new = "".join(line[1:] for line in lines if line[0] != "-")
+        found.append((old, new))
+    return found
+
+
+@cache
+def other_algorithm(name):
+    """The module of one of OTHER_ALGORITHMS, which has a file."""
+    text = (ROOT / f"{OTHER_ALGORITHMS[name]}.py").read_text()
+    for old, new in hunks(diff_of(name).read_text()):
+        text = text.replace(old, new)
+    file = Path(tempfile.mkdtemp(prefix="other_", dir=".")).absolute() / f"{name}.py"
+    file.write_text(text)
+    return checkpoints.import_script(file)
 
 
 def read_events(folder):

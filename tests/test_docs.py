@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
-from helpers import ROOT, read_events, slow
+from helpers import OTHER_ALGORITHMS, ROOT, diff_of, other_algorithm, read_events, slow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cleanreplay
@@ -93,7 +93,8 @@ def test_commands_have_flags_that_exist(page):
     for command in commands(page):
         own, _, for_scripts = command.partition(" -- ")  # a benchmark hands those on
         path, *words = shlex.split(own)
-        script = SCRIPTS.get(path.removesuffix(".py"))
+        name = path.removesuffix(".py")
+        script = other_algorithm(name) if name in OTHER_ALGORITHMS else SCRIPTS.get(name)
         if script is not None:
             assert given_flags(words) <= flags_of(script), command
         elif given_flags(words):
@@ -105,9 +106,9 @@ def test_commands_have_flags_that_exist(page):
             assert given_flags(shlex.split(for_scripts)) <= flags_of(each), command
 
 
-def flags(page):
-    """Those that a page's table names."""
-    rows = re.findall(r"^\| (`--[a-z-]+`(?:, `--[a-z-]+`)*) \|", PAGES[page], re.MULTILINE)
+def flags(text):
+    """Those that the tables of a page or a section name."""
+    rows = re.findall(r"^\| (`--[a-z-]+`(?:, `--[a-z-]+`)*) \|", text, re.MULTILINE)
     return re.findall(r"--([a-z-]+)", " ".join(rows))
 
 
@@ -119,11 +120,11 @@ def names_of(settings):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_tables_of_flags_have_those_of_the_scripts(name):
     script = SCRIPTS[name]
-    written = flags(f"docs/{name.removesuffix('_jax')}.md")
+    written = flags(PAGES[f"docs/{name.removesuffix('_jax')}.md"])
     if name == "per_dqn_jax":  # its page has those that DQN has not
-        written += flags("docs/dqn.md")
+        written += flags(PAGES["docs/dqn.md"])
     assert sorted(written) == names_of(script.Args())
-    assert sorted(flags("docs/runs.md")) == names_of(script.Run())
+    assert sorted(flags(PAGES["docs/runs.md"])) == names_of(script.Run())
 
 
 def metrics(text, quote):
@@ -143,6 +144,27 @@ def test_tables_of_metrics_have_those_of_the_scripts(name):
     if name == "per_dqn_jax":  # its page has those that DQN has not
         written |= metrics(PAGES["docs/dqn.md"], "`")
     assert logged <= written
+
+
+@pytest.mark.parametrize(
+    ("name", "title"), [("c51_jax", "C51"), ("qr_dqn_jax", "QR-DQN"), ("td3_jax", "TD3")]
+)
+def test_the_section_of_a_diff_has_its_flags_metrics_and_lines(name, title):
+    page = PAGES["docs/other_algorithms.md"]
+    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    script, original = other_algorithm(name), SCRIPTS[OTHER_ALGORITHMS[name]]
+    added = set(names_of(script.Args())) - set(names_of(original.Args()))
+    assert set(flags(section)) == added
+    diff = diff_of(name).read_text()
+    lines = diff.splitlines()[2:]
+    new = [line for line in lines if line[0] == "+"]
+    old = [line for line in lines if line[0] == "-"]
+    assert re.search(rf"^\| \[{title}\].*\| \+{len(new)} -{len(old)} \|", page, re.MULTILINE)
+    assert metrics("\n".join(new), '"') <= metrics(section, "`")
+    shown = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
+    assert shown
+    for block in shown:
+        assert block in diff
 
 
 def test_the_mark_that_pages_name_is_in_every_script():
