@@ -349,7 +349,8 @@ class Replay(Buffer):
     """
 
     period: int
-    set_priorities: Any = None  # a buffer that has priorities defines it
+    set_priorities: Any = None  # a buffer that has priorities defines these two
+    priorities: Any = None
 
     # What subclasses define; of `ring` see `Buffer`.
 
@@ -448,7 +449,7 @@ class Replay(Buffer):
 
 
 class WithPriorities(Replay):
-    """A replay buffer whose priorities can be set."""
+    """A replay buffer whose priorities can be set and read."""
 
     def set_priorities(self, state: State, indices: Any, priorities: Any) -> State:
         """The state with `priorities` [B] of the items, or of the windows that start, at `indices`
@@ -479,6 +480,23 @@ class WithPriorities(Replay):
 
     def _set(self, counters: State, indices: Array, priorities: Array) -> State:
         """The counters after `priorities` [B] float32 of `indices` [B] were set."""
+        raise NotImplementedError
+
+    def priorities(self, state: State, indices: Any) -> Array:
+        """The priorities [...] float32 of the items, or of the windows that start, at `indices`
+        [...]: before the exponent, as `set_priorities` takes them, up to a rounding error. They are
+        0 where the index was overwritten, or no window begins. With exponent 0 all others are 1.
+        """
+        indices = _as_indices("priorities", indices)
+        return self._get_priorities(state._replace(storage=()), indices)
+
+    @_compiled()
+    def _get_priorities(self, state: State, indices: Array) -> Array:
+        _check_state(self, state)
+        return self._priorities(state, indices)
+
+    def _priorities(self, counters: State, indices: Array, ring: Any = 0) -> Array:
+        """The priorities [...] of `indices` [...]; of `ring` see `Buffer`."""
         raise NotImplementedError
 
 
@@ -834,6 +852,13 @@ class PrioritisedReplay(WithPriorities, UniformReplay):
             tree=tree, max_priority=jnp.maximum(counters.max_priority, largest)
         )
 
+    def _priorities(self, counters: State, indices: Array, ring: Any = 0) -> Array:
+        weights = counters.tree[0]
+        weights = weights.reshape(-1, weights.shape[-1])[ring, indices % self.max_size]
+        is_stored = self._is_stored(counters, indices, self.window, ring)
+        inverse = 1 / self.priority_exponent if self.priority_exponent > 0 else 1.0
+        return jnp.where(is_stored, weights**inverse, 0)
+
     def _weights(self, priorities: Array) -> Array:
         """Weights of priorities, with a limit so that sums of them, and 1 / sum, stay finite."""
         largest = np.finfo(np.float32).max / (8 * self.max_size)
@@ -940,6 +965,11 @@ class ClusteredReplay(WithPriorities):
         """The method if `cluster_buffer` has one, otherwise None."""
         return super().set_priorities if self.ring.set_priorities else None
 
+    @property
+    def priorities(self) -> Any:
+        """The method if `cluster_buffer` has one, otherwise None."""
+        return super().priorities if self.ring.priorities else None
+
     def later(self, *args: Any, **kwargs: Any) -> Any:
         """ValueError: of the steps of a cluster none follows another."""
         raise ValueError(
@@ -1025,6 +1055,10 @@ class ClusteredReplay(WithPriorities):
         index, cluster = self._split(indices)
         indices_of_each = jnp.where(self._members(cluster), index[None], -1)
         return jax.vmap(self.ring._set, in_axes=(0, 0, None))(counters, indices_of_each, priorities)
+
+    def _priorities(self, counters: State, indices: Array, ring: Any = 0) -> Array:
+        index, cluster = self._split(indices)
+        return self.ring._priorities(counters, index, ring * self.num_clusters + cluster)
 
 
 circular_buffer = CircularBuffer

@@ -101,9 +101,12 @@ class QNetwork(nn.Module):
 
     num_actions: int
     hidden_sizes: tuple[int, ...] = (120, 84)
+    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
 
     @nn.compact
     def __call__(self, x):
+        if self.layout:
+            x = cleanreplay.images.features(x, self.layout)
         if cleanreplay and cleanreplay.images.are_images(x):
             return nn.Dense(self.num_actions)(cleanreplay.images.cnn(x))
         x = x.reshape(len(x), -1).astype(jnp.float32)
@@ -195,7 +198,8 @@ class DQN:
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
-        self.network: Any = QNetwork(self.num_actions, args.hidden_sizes)
+        layout = getattr(observation_space, "layout", ())
+        self.network: Any = QNetwork(self.num_actions, args.hidden_sizes, layout)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         self.optimizer = optax.flatten(optax.adam(args.learning_rate, eps=args.adam_epsilon))
         # The replay draws windows of consecutive steps: a stack of frames, and n steps after it.

@@ -102,6 +102,7 @@ class ActorCritic(nn.Module):
     num_actions: int
     is_gaussian: bool
     hidden_sizes: tuple[int, ...] = (64, 64)
+    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
 
     @nn.compact
     def __call__(self, x):
@@ -113,6 +114,8 @@ class ActorCritic(nn.Module):
                 x = nn.tanh(dense(x, width, 2**0.5))
             return x
 
+        if self.layout:
+            x = cleanreplay.images.features(x, self.layout, nn.initializers.orthogonal(2**0.5))
         if cleanreplay and cleanreplay.images.are_images(x):
             actor = critic = cleanreplay.images.cnn(x, nn.initializers.orthogonal(2**0.5))
         else:
@@ -272,9 +275,11 @@ class PPO:
         action = np.zeros(num_actions, np.float32) if self.is_box else np.int32(0)
         flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
         self.example_step = Step(observation, action, np.float32(0), **flags)
-        if args.normalize_observations == "yes" and dtype != np.float32 and observation.ndim > 1:
+        layout = getattr(observation_space, "layout", ())
+        has_image = dtype != np.float32 and (observation.ndim > 1 or layout)
+        if args.normalize_observations == "yes" and has_image:
             raise UsageError("normalize_observations takes no images: the network scales them")
-        self.network: Any = ActorCritic(num_actions, self.is_box, args.hidden_sizes)
+        self.network: Any = ActorCritic(num_actions, self.is_box, args.hidden_sizes, layout)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def optimizer(self, learning_rate):

@@ -108,6 +108,7 @@ class QNetwork(nn.Module):
     num_actions: int
     hidden_size: int
     last_action: bool  # whether it sees the last action: one-hot, zeros if there was none
+    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
 
     @nn.compact
     def __call__(self, carry, observation, last_action, valid):
@@ -124,6 +125,8 @@ class QNetwork(nn.Module):
 
     def features(self, x):
         """Embeds observations [W * B, ...] as vectors [W * B, F]."""
+        if self.layout:
+            x = cleanreplay.images.features(x, self.layout)
         if cleanreplay and cleanreplay.images.are_images(x):
             return cleanreplay.images.cnn(x)
         x = x.reshape(len(x), -1).astype(jnp.float32)
@@ -219,7 +222,9 @@ class R2D2:
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
-        self.network: Any = QNetwork(self.num_actions, args.hidden_size, args.last_action)
+        layout = getattr(observation_space, "layout", ())
+        sizes = (self.num_actions, args.hidden_size)
+        self.network: Any = QNetwork(*sizes, args.last_action, layout)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         clip = optax.clip_by_global_norm(args.max_grad_norm)
         adam = optax.adam(args.learning_rate, eps=args.adam_epsilon)

@@ -109,6 +109,7 @@ class ActorCritic(nn.Module):
     is_gaussian: bool
     hidden_size: int
     last_action: bool  # whether it sees the last action: zeros if there was none
+    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
 
     @nn.compact
     def __call__(self, carry, observation, last_action, valid):
@@ -116,6 +117,8 @@ class ActorCritic(nn.Module):
             return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))(x)
 
         x = observation.reshape(valid.size, *observation.shape[2:])
+        if self.layout:
+            x = cleanreplay.images.features(x, self.layout, nn.initializers.orthogonal(2**0.5))
         if cleanreplay and cleanreplay.images.are_images(x):
             x = cleanreplay.images.cnn(x, nn.initializers.orthogonal(2**0.5))
         else:
@@ -300,10 +303,12 @@ class RecurrentPPO:
         memory = (carry, carry, np.zeros(num_actions, np.float32))
         flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
         self.example_step = Step(observation, action, np.float32(0), **flags, memory=memory)
-        if args.normalize_observations == "yes" and dtype != np.float32 and observation.ndim > 1:
+        layout = getattr(observation_space, "layout", ())
+        has_image = dtype != np.float32 and (observation.ndim > 1 or layout)
+        if args.normalize_observations == "yes" and has_image:
             raise UsageError("normalize_observations takes no images: the network scales them")
         sizes = (args.hidden_size, args.last_action)
-        self.network: Any = ActorCritic(num_actions, self.is_box, *sizes)
+        self.network: Any = ActorCritic(num_actions, self.is_box, *sizes, layout)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def optimizer(self, learning_rate):

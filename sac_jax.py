@@ -95,8 +95,10 @@ class Args:
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 
-def features(x):
+def features(x, layout):
     """Observations [B, ...] as vectors [B, F]. A flax module that calls it owns the layers."""
+    if layout:
+        return cleanreplay.images.features(x, layout)
     if cleanreplay and cleanreplay.images.are_images(x):
         return cleanreplay.images.cnn(x)
     return x.reshape(len(x), -1).astype(jnp.float32)
@@ -111,10 +113,11 @@ class Critic(nn.Module):
     hidden_sizes: tuple[int, ...]
     layer_norm: bool
     dropout: float
+    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
 
     @nn.compact
     def __call__(self, observation, action):
-        x = jnp.concatenate([features(observation), action], axis=-1)
+        x = jnp.concatenate([features(observation, self.layout), action], axis=-1)
         for width in self.hidden_sizes:
             x = nn.Dropout(self.dropout, deterministic=False)(nn.Dense(width)(x))
             x = nn.relu(nn.LayerNorm()(x) if self.layer_norm else x)
@@ -126,10 +129,11 @@ class Actor(nn.Module):
 
     num_actions: int
     hidden_sizes: tuple[int, ...]
+    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
 
     @nn.compact
     def __call__(self, observation):
-        x = features(observation)
+        x = features(observation, self.layout)
         for width in self.hidden_sizes:
             x = nn.relu(nn.Dense(width)(x))
         mean = nn.Dense(self.num_actions)(x)
@@ -234,8 +238,10 @@ class SAC:
         self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
         if args.frame_stack > 1:
             self.stored_step = self.example_step._replace(observation=observation[-1])
-        self.actor: Any = Actor(self.num_actions, args.hidden_sizes)
-        self.critic: Any = Critic(args.hidden_sizes, args.critic_layer_norm, args.critic_dropout)
+        layout = getattr(observation_space, "layout", ())
+        self.actor: Any = Actor(self.num_actions, args.hidden_sizes, layout)
+        how = (args.critic_layer_norm, args.critic_dropout)
+        self.critic: Any = Critic(args.hidden_sizes, *how, layout)
         self.actor_optimizer = optax.adam(args.policy_lr)
         self.critic_optimizer = optax.adam(args.q_lr)
         self.alpha_optimizer = optax.adam(args.q_lr)

@@ -8,6 +8,7 @@
     compiled      trains in environments written in JAX, and many agents at once
     processes     several processes that train together
     images        convolutions, stacks of frames, videos
+    packed        observations of images and numbers, as bytes
     vault         experience on disk
     draws         batches with other goals (goals) and with data that were there before (offline)
     success       which episodes succeeded, in environments that say it
@@ -35,12 +36,23 @@ if TYPE_CHECKING:
         draws,
         experiment,
         images,
+        packed,
         success,
         usage,
         vault,
     )
 
-MODULES = ("checkpoints", "compiled", "draws", "experiment", "images", "success", "usage", "vault")
+MODULES = (
+    "checkpoints",
+    "compiled",
+    "draws",
+    "experiment",
+    "images",
+    "packed",
+    "success",
+    "usage",
+    "vault",
+)
 
 
 def __getattr__(name: str) -> Any:

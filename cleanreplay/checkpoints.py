@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from tqdm import tqdm
 from cleanreplay import files, spaces, usage
 from cleanreplay.agents import Script
 from cleanreplay.errors import UsageError
+from cleanreplay.packed import pack
 
 RECENT = ocp.args.Composite(recent=ocp.args.JsonRestore())
 
@@ -352,14 +353,16 @@ def load_policy(folder: Path | str, script: Path | str = "") -> Callable[..., np
     module = import_script(Path(script or saved["script"]))
     run, args = usage.read_flags(folder, module.Run, module.Args)
     usage.check_flags(args, run)
-    agent = module.Agent(args, *spaces_of(saved, partial(module.make_envs, args, run), run))
+    observation_space, action_space = spaces_of(saved, partial(module.make_envs, args, run), run)
+    agent = module.Agent(args, observation_space, action_space)
     like = jax.jit(lambda key: agent.policy_params(agent.init(key)))(jax.random.PRNGKey(0))
     params = Checkpoints(folder, saves=False).best_params(like)
     act = agent.policy(params)
     example = agent.example_step.observation
+    layout = getattr(observation_space, "layout", ())
 
     def policy(observations: Any, *is_first: Any) -> np.ndarray:
-        observations = as_observations(observations, example)
+        observations = as_observations(observations, example, layout)
         if len(observations) == 0:  # networks take one or more
             return agent.policy(params)(example[None])[:0]
         return act(observations, *is_first)
@@ -379,11 +382,23 @@ def spaces_of(saved: dict, make_envs: Callable, run: Any) -> list:
         return [envs.single_observation_space, envs.single_action_space]
 
 
-def as_observations(given: Any, example: np.ndarray) -> np.ndarray:
+def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.ndarray:
     """Observations [N, ...] as the agent takes them: `example` has shape and dtype of one.
 
-    ValueError if they have another shape, or would be other numbers.
+    With a layout they are a dict of arrays [N, ...], which is packed. ValueError if they have
+    another shape, or would be other numbers.
     """
+    if layout:
+        names = [part.name for part in layout]
+        if not isinstance(given, Mapping) or set(given) != set(names):
+            raise ValueError(f"observations must be a dict of {', '.join(names)}")
+        parts = {}
+        for name, shape, dtype in layout:
+            like = np.zeros((*example.shape[:-1], *shape), dtype)
+            x = np.asarray(given[name])
+            has_numbers = like.dtype.kind == "f" and x.size == len(x) * like.size
+            parts[name] = as_observations(x.reshape(-1, *like.shape) if has_numbers else x, like)
+        return pack(parts, layout)
     given = np.asarray(given)
     if given.shape[1:] != example.shape:
         expected = ", ".join(map(str, example.shape))

@@ -37,6 +37,7 @@ from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, is_due, log_returns, play_episodes
 from cleanreplay.keeper import Keeper
+from cleanreplay.packed import pack
 
 MAX_ENTRIES = 100  # log entries in one call of the compiled program
 LONG_CALL = 0.5  # seconds; calls that take less are doubled
@@ -52,12 +53,13 @@ class JaxEnvState(NamedTuple):
     length: Array  # [N] int32, steps of the episode so far
 
 
-def as_box(observation: Any, names: list) -> Array:
-    """An observation of a Dict with these names as a vector, in the order of Gymnasium's `flatten`.
-
-    Without names it is one of a Box.
-    """
-    return jnp.concatenate([observation[name].ravel() for name in names]) if names else observation
+def as_box(observation: Any, space: Any) -> Array:
+    """An observation of a Dict in one array, as `images.wrap` makes it: a vector, or bytes."""
+    if isinstance(space, Box):
+        return observation
+    if layout := images.layout_of(space):
+        return pack(jax.tree.map(jnp.asarray, observation), layout)
+    return jnp.concatenate([observation[name].ravel() for name in space.spaces])
 
 
 def success_of(func_env: Any, *step: Any) -> Any:
@@ -86,8 +88,8 @@ class JaxEnvs:
         self.dtype = agent.example_step.observation.dtype
         self.initial = jax.vmap(func_env.initial)
         self.transition = jax.vmap(func_env.transition)
-        names = list(getattr(func_env.observation_space, "spaces", ()))
-        self.observation = jax.vmap(lambda *args: as_box(func_env.observation(*args), names))
+        space = func_env.observation_space
+        self.observation = jax.vmap(lambda *args: as_box(func_env.observation(*args), space))
         self.reward = jax.vmap(func_env.reward)
         self.terminal = jax.vmap(func_env.terminal)
         self.is_success = jax.vmap(partial(success_of, func_env))
@@ -264,7 +266,7 @@ def why_not_compiled(envs: Any, env: Any, run: Any) -> str:
     parts = space.spaces.values() if isinstance(space, Dict) else [space]
     if not all(isinstance(part, Box) for part in parts):
         return f"is not compiled, because its observations are no Box and no Dict of these: {space}"
-    envs = images.before_wrap(envs)  # JaxEnvs flattens a Dict, and stacks frames
+    envs = images.before_wrap(envs)  # JaxEnvs packs or flattens a Dict, and stacks frames
     while isinstance(env, PassiveEnvChecker | OrderEnforcing | TimeLimit):
         env = env.env
     for wrapped in (envs, env):

@@ -19,6 +19,7 @@ from jax import Array
 
 from cleanreplay import images
 from cleanreplay.errors import UsageError
+from cleanreplay.packed import Packed
 
 LONGEST = 1_000  # steps in which a later goal is looked for, where no time limit ends episodes
 NEEDED = (
@@ -107,6 +108,8 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
     """
     if round(args.her_fraction * args.batch_size) == 0:
         raise UsageError(f"her_fraction: {args.her_fraction} of batch_size is not one window")
+    if isinstance(envs.single_observation_space, Packed):
+        raise UsageError("her_fraction takes no images: goals are found in a vector of numbers")
     task, compute_reward, names, spec = find_task(envs)
     ends_at = np.cumsum([flatdim(space) for space in names.values()])
     end_of = dict(zip(names, ends_at.tolist(), strict=True))  # in the order of the flat vector

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
@@ -18,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.linear import default_kernel_init
-from gymnasium.vector.utils import batch_space
+from gymnasium.spaces import Box, Dict, flatdim, flatten
+from gymnasium.vector.utils import batch_space, iterate
 from gymnasium.wrappers.vector import FlattenObservation
 from jax import Array
 
 from cleanreplay.errors import UsageError
+from cleanreplay.packed import Packed, Part, pack, unpack
 
 MAX_NUMBERS = 10_000_000  # of an observation that is flattened
 
@@ -119,6 +122,18 @@ def cnn(x: Array, init: Callable = default_kernel_init) -> Array:
     return nn.relu(nn.Dense(width, kernel_init=init)(x))
 
 
+def features(x: Array, layout: tuple[Part, ...], init: Callable = default_kernel_init) -> Array:
+    """Packed observations [B, ..., P] as vectors [B, F]: what `cnn` makes of images, and numbers.
+
+    The layers belong to the flax module that calls it. `init` draws their weights.
+    """
+    vectors = []
+    for part in unpack(x, layout).values():
+        flat = part.reshape(len(part), -1)
+        vectors.append(cnn(part, init) if are_images(part) else flat)
+    return jnp.concatenate(vectors, axis=-1)
+
+
 class FrameStack(gym.vector.VectorWrapper):
     """Observations [N, K, ...] are the last K of the episode, with zeros from before its start.
 
@@ -134,11 +149,13 @@ class FrameStack(gym.vector.VectorWrapper):
         # Zeros are among the observations.
         low = np.minimum(space.low, 0)
         high = np.maximum(space.high, 0)
-        stack = gym.spaces.Box(
+        stack: Any = gym.spaces.Box(
             low=np.stack([low] * count),
             high=np.stack([high] * count),
             dtype=space.dtype,
         )
+        if isinstance(space, Packed):
+            stack = Packed(space.layout, (count,))
         self.single_observation_space = stack
         self.observation_space = batch_space(stack, envs.num_envs)
 
@@ -167,9 +184,61 @@ class FrameStack(gym.vector.VectorWrapper):
         return stack
 
 
+def layout_of(space: gym.Space) -> tuple[Part, ...]:
+    """How observations of a Dict are packed: images first. () if no entry is an image."""
+    entries = space.spaces if isinstance(space, Dict) else {}
+    layout = []
+    numbers = {}
+    for name, entry in entries.items():
+        if isinstance(entry, Box) and are_images(example_of(entry)):
+            layout.append(Part(name, entry.shape, np.dtype(entry.dtype).name))
+        else:
+            numbers[name] = entry
+    if not layout:
+        return ()
+    check_flat(Dict(numbers))
+    layout += [Part(name, (flatdim(entry),), "float32") for name, entry in numbers.items()]
+    return tuple(layout)
+
+
+def example_of(space: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a batch [1, ...] from a Box."""
+    return jax.ShapeDtypeStruct((1, *space.shape), space.dtype)
+
+
+class Pack(gym.vector.VectorObservationWrapper):
+    """Observations are bytes [N, P], which hold those of a Dict with an image."""
+
+    def __init__(self, envs: gym.vector.VectorEnv) -> None:
+        super().__init__(envs)
+        self.layout = layout_of(envs.single_observation_space)
+        self.single_observation_space = Packed(self.layout)
+        self.observation_space = batch_space(self.single_observation_space, envs.num_envs)
+
+    def observations(self, observations: Any) -> np.ndarray:
+        """Packs the observations of N environments."""
+        parts = {part.name: self.entry(part.name, observations) for part in self.layout}
+        return pack(parts, self.layout)
+
+    def entry(self, name: str, observations: Any) -> np.ndarray:
+        """An entry [N, ...] of the Dict. If it is no Box, it is flattened."""
+        one: Any = self.env.single_observation_space
+        all_of_them: Any = self.env.observation_space
+        if isinstance(one[name], Box):
+            return np.asarray(observations[name])
+        rows: Any = iterate(all_of_them[name], observations[name])
+        flat: list = [flatten(one[name], row) for row in rows]
+        return np.stack(flat)
+
+
 def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
-    """Flattens observations that are no Box, such as a Dict, and stacks the last frame_stack."""
-    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+    """Makes an array of observations that are no Box, and stacks the last frame_stack.
+
+    A Dict with an image is packed, see cleanreplay/packed.py, and all else is flattened.
+    """
+    if layout_of(envs.single_observation_space):
+        envs = Pack(envs)
+    elif not isinstance(envs.single_observation_space, Box):
         check_flat(envs.single_observation_space)
         envs = FlattenObservation(envs)
     return FrameStack(envs, frame_stack) if frame_stack > 1 else envs
@@ -177,7 +246,7 @@ def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
 
 def before_wrap(envs: gym.vector.VectorEnv) -> Any:
     """The environments that `wrap` was given."""
-    while isinstance(envs, FrameStack | FlattenObservation):
+    while isinstance(envs, FrameStack | FlattenObservation | Pack):
         envs = envs.env
     return envs
 
@@ -187,7 +256,7 @@ def check_flat(space: gym.Space) -> None:
     hint = "a wrapper must choose what the network sees, see docs/environments.md"
     what = f"observations {in_one_line(space)}"
     try:
-        size = gym.spaces.flatdim(space)
+        size = flatdim(space)
     except (NotImplementedError, ValueError) as error:  # an unknown kind, or of any length
         raise UsageError(f"{what} cannot be flattened to a Box: {hint}") from error
     if size > MAX_NUMBERS:
@@ -198,10 +267,14 @@ def check_flat(space: gym.Space) -> None:
 def describe(envs: gym.vector.VectorEnv) -> str:
     """How the network of a script reads observations that are no vector; "" for vectors."""
     space: Any = envs.single_observation_space
-    x = jax.ShapeDtypeStruct((1, *space.shape), space.dtype)
+    x = example_of(space)
+    if isinstance(space, Packed):
+        parts = jax.eval_shape(partial(unpack, layout=space.layout), x)
+        seen = [f"{name} is {size_of(x)}" for name, x in parts.items() if are_images(x)]
+        numbers = sum(x.size for x in parts.values() if not are_images(x))
+        return f"observations are a Dict: {', '.join(seen)}, and {numbers:,} numbers are beside it"
     if are_images(x):
-        _, height, width, channels = jax.eval_shape(channels_last, x).shape
-        return f"observations are images of {height} x {width} with {channels} channels"
+        return f"observations are {size_of(x)}"
     given = before_wrap(envs)
     what = (
         f"stacks of {envs.count} observations" if isinstance(envs, FrameStack) else "observations"
@@ -210,6 +283,12 @@ def describe(envs: gym.vector.VectorEnv) -> str:
         return ""
     single = in_one_line(given.single_observation_space)
     return f"{what} {single} are flattened to {np.prod(space.shape, dtype=int):,} numbers"
+
+
+def size_of(x: Any) -> str:
+    """The size of images [B, ...], in words."""
+    _, height, width, channels = jax.eval_shape(channels_last, x).shape
+    return f"images of {height} x {width} with {channels} channels"
 
 
 def in_one_line(space: gym.Space) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, Space
 
 from cleanreplay import images
+from cleanreplay.packed import Packed, Part
 
 
 def of_envs(make_envs: Callable) -> dict:
@@ -34,7 +35,8 @@ def to_json(space: Space) -> dict | None:
         return {"n": int(space.n), "start": int(space.start)}
     if isinstance(space, Box):
         about = {"shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
-        return about | {"low": bounds(space.low), "high": bounds(space.high)}
+        about |= {"low": bounds(space.low), "high": bounds(space.high)}
+        return about | ({"layout": space.layout} if isinstance(space, Packed) else {})
     return None
 
 
@@ -49,6 +51,9 @@ def from_json(about: dict) -> Space:
     if "n" in about:
         return Discrete(about["n"], start=about["start"])
     shape = tuple(about["shape"])
+    if "layout" in about:
+        layout = tuple(Part(name, tuple(of_one), dtype) for name, of_one, dtype in about["layout"])
+        return Packed(layout, shape[:-1])
     dtype: Any = np.dtype(about["dtype"])
     low, high = (np.full(shape, about[name], dtype) for name in ("low", "high"))
     return Box(low, high, dtype=dtype)

@@ -77,6 +77,7 @@ def replay_step(buffer, state, x):
         priorities = jnp.array([0.5, 3.0, 1.0, 0.0, 2.0])
         at = jnp.where(jnp.arange(5) < 1, out["sample"].indices, -1)  # one: no duplicates
         state = buffer.set_priorities(state, at, priorities)
+        out["priorities"] = buffer.priorities(state, out["sample"].indices)
     state, out["add_and_sample"] = buffer.add_and_sample(state, x["items"], key, 4)
     out["size"] = buffer.size(state)
     return state, out
@@ -258,13 +259,14 @@ def replay_calls(buffer, many, keys):
 
     def set_priorities(state, i):
         indices = buffer.sample(state, keys[i], 7).indices
+        buffer.priorities(state, indices)
         return buffer.set_priorities(state, indices, np.full(7, 1 + i % 3, np.float32))
 
     yield "can_sample", reading(lambda state, i: buffer.can_sample(state))
     yield "sample, update, get", sample_update_get
     yield "add_and_sample", add_and_sample
     if buffer.set_priorities:
-        yield "set_priorities", set_priorities
+        yield "priorities, set_priorities", set_priorities
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -387,7 +387,10 @@ def test_states_that_are_stacked_are_told_to_use_vmap(kind, stack):
             lambda: buffer.indices(states),
         ]
     if kind == "prioritised":
-        calls += [lambda: buffer.set_priorities(states, np.arange(3), np.ones(3))]
+        calls += [
+            lambda: buffer.set_priorities(states, np.arange(3), np.ones(3)),
+            lambda: buffer.priorities(states, np.arange(3)),
+        ]
     for call in calls:
         with pytest.raises(ValueError, match=r"several states, stacked: .* under jax\.vmap"):
             call()
@@ -708,6 +711,12 @@ def test_priorities_unlike_the_indices_are_an_error(error, message, indices, pri
     with pytest.raises(error, match="set_priorities: .*" + message):
         PRIORITISED.set_priorities(state, indices, priorities)
     assert PRIORITISED.sample(state, KEY, 2).probabilities.min() > 0
+
+
+def test_priorities_at_indices_that_are_not_integers_are_an_error():
+    message = "priorities: indices must be integers, got float64"
+    with pytest.raises(TypeError, match=message):
+        PRIORITISED.priorities(filled(PRIORITISED), [0.0, 1.0])
 
 
 def test_jit_ignores_bad_priorities_and_sets_the_others():

@@ -169,6 +169,29 @@ def test_indices_of_items_that_are_gone_are_errors_of_get_and_change_no_priority
     assert (np.asarray(state.tree[0])[:, :4] != leaves).sum() == 1
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_priorities_are_read_from_the_cluster_of_each_item(is_nested):
+    """The priority of item i is i + 1. Two clusters hold its newest three each, or by the bits of
+    the id, four hold one or two.
+    """
+    inner = buffers.prioritised_replay(3, 0.5)
+    if is_nested:
+        inner = buffers.clustered_replay(2, inner, lambda item: item // 2 % 2)
+    replay = buffers.clustered_replay(2, inner, lambda item: item % 2)
+    state = replay.init(0)
+    first = []
+    for i in range(20):
+        state = replay.add(state, i)
+        indices, is_held = replay.indices(state)
+        ids = replay.get(state, indices[is_held])
+        newest = indices[is_held][ids == i]
+        state = replay.set_priorities(state, newest, [i + 1.0])
+        first = first or newest.tolist()  # of item 0
+    np.testing.assert_allclose(replay.priorities(state, indices[is_held]), ids + 1, rtol=1e-6)
+    assert replay.priorities(state, indices[~is_held]).tolist() == [0] * int((~is_held).sum())
+    assert replay.priorities(state, first).tolist() == [0]
+
+
 def test_a_power_below_zero_prefers_small_clusters():
     replay = buffers.clustered_replay(300, buffers.uniform_replay(8), lambda x: x, -1.0)
     items = jnp.concatenate([jnp.full(8, 7), jnp.array([250])])

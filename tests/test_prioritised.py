@@ -376,6 +376,16 @@ def assert_draws_have_weights(weights, shape, state, key):
     assert (probabilities > 0).all()
 
 
+def assert_priorities_are(model, shape, state, total):
+    """Those of the model, and 0 for what is overwritten, comes later, or begins no window."""
+    ids = np.arange(total * shape.num_envs - 2 * shape.max_size, (total + 2) * shape.num_envs)
+    indices = np.where(ids >= 0, shape.index_of(ids), -1).reshape(2, -1)  # of any shape
+    found = shape.prioritised().replay().priorities(state, indices)
+    wanted = np.array([model.get(i, 0.0) for i in ids.tolist()]).reshape(2, -1)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("before_wrap", [None, 12])
 @pytest.mark.parametrize("shape", TREE_SHAPES, ids=describe)
 @examples(15)
@@ -411,6 +421,7 @@ def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
             weights[i % shape.max_size] = priority**0.6
         np.testing.assert_allclose(weights_of(state, len(weights)), weights, rtol=1e-6, atol=0)
         assert_inner_nodes_are_sums(state, 1e-6)
+        assert_priorities_are(model, shape, state, total)
         assert replay.can_sample(state) == (weights.sum() > 0)
         if weights.sum() > 0:
             assert_draws_have_weights(weights, shape, state, jax.random.key(total))
@@ -435,6 +446,19 @@ def test_the_exponent_turns_priorities_into_weights(exponent):
 
     state = replay.add(state, 6)  # with the largest priority, over the oldest item
     assert state.tree[0][0] == np.float32(3.0) ** np.float32(exponent)
+
+
+@pytest.mark.parametrize("exponent", [0.0, slow(0.4), 1.0, 2.0])
+def test_priorities_that_are_read_may_be_set_again(exponent):
+    """They are those that were set; with exponent 0 they are 1, as all items are alike."""
+    priorities = np.float32([0, 1e-6, 3, 0.5, 7e4])
+    replay, state = filled(priorities, exponent)
+    found = replay.priorities(state, np.arange(5))
+    np.testing.assert_allclose(found, priorities if exponent else np.ones(5), rtol=1e-6)
+    before = weights_of(state, 5).copy()
+    state = replay.set_priorities(state, np.arange(5), found)
+    np.testing.assert_allclose(weights_of(state, 5), before, rtol=1e-6)
+    assert state.max_priority == pytest.approx(7e4)
 
 
 def test_exponents_of_numpy_are_numbers_with_64_bits_as_well():

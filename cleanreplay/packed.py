@@ -1,0 +1,60 @@
+"""Observations of images and numbers: a Dict as a row of bytes, which the network takes apart.
+
+A Dict with an image among its entries is packed into one array of uint8. So a step is stacked,
+stored and saved like any other, and an image stays as small as it is. Numbers are float32, and
+unpacked they are the same bit by bit. The `layout` of the space says what the bytes are.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.spaces import Box
+
+
+class Part(NamedTuple):
+    """An entry of a Dict. An image keeps its shape and dtype, all else is flat and float32."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Packed(Box):
+    """The space of bytes [*lead, P] that hold the parts in `layout`."""
+
+    def __init__(self, layout: tuple[Part, ...], lead: tuple[int, ...] = ()) -> None:
+        super().__init__(0, 255, (*lead, sum(map(num_bytes, layout))), np.uint8)
+        self.layout = layout
+
+
+def num_bytes(part: Part) -> int:
+    """The bytes of a part."""
+    return math.prod(part.shape) * np.dtype(part.dtype).itemsize
+
+
+def pack(parts: dict, layout: tuple[Part, ...]) -> Any:
+    """Bytes [*lead, P] of arrays {name: [*lead, *shape]}, of NumPy or JAX.
+
+    Numbers may have another shape of the same size. The first part is an image, which shows `lead`.
+    """
+    first = parts[layout[0].name]
+    lead = first.shape[: first.ndim - len(layout[0].shape)]
+    rows = []
+    for name, shape, dtype in layout:
+        flat = parts[name].astype(dtype).reshape(*lead, math.prod(shape))
+        rows.append(flat.view(np.uint8))
+    xp: Any = np if isinstance(first, np.ndarray) else jnp
+    return xp.concatenate(rows, axis=-1)
+
+
+def unpack(x: Any, layout: tuple[Part, ...]) -> dict:
+    """The arrays {name: [*lead, *shape]} in bytes [*lead, P], of NumPy or JAX."""
+    parts = {}
+    end = 0
+    for part in layout:
+        start, end = end, end + num_bytes(part)
+        flat = x[..., start:end].copy().view(part.dtype)
+        parts[part.name] = flat.reshape(*x.shape[:-1], *part.shape)
+    return parts
