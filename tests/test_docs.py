@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -338,10 +339,11 @@ def patched(heading, tmp_path, monkeypatch):
     return my_dqn
 
 
-def trained(module, env_id="CartPole-v1"):
+def trained(module, env_id="CartPole-v1", **more):
     """The State of a short run, its charts and its folder."""
     args = module.Args(total_timesteps=480, num_envs=2, learning_starts=200)
-    run = module.Run(env_id=env_id, log_interval=240, eval_episodes=0, checkpoint_interval=0)
+    run = module.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
+    run = replace(run, **{"log_interval": 240} | more)
     state, _, folder = module.train(args, run)
     scalars, _ = read_events(folder)
     return state, scalars, folder
@@ -368,11 +370,14 @@ def test_how_to_log_a_number_from_the_environment(tmp_path, monkeypatch):
     assert second == (480, pytest.approx(12 / 50))
 
 
-def test_how_to_log_an_image(tmp_path, monkeypatch):
-    _, _, folder = trained(patched("log an image", tmp_path, monkeypatch))
+@pytest.mark.parametrize("env_id", ["CartPole-v1", slow("phys2d/CartPole-v1")])
+def test_how_to_log_an_image(env_id, tmp_path, monkeypatch):
+    """The same code in ordinary and in compiled runs."""
+    my_dqn = patched("log an image, or run other code of my own", tmp_path, monkeypatch)
+    _, _, folder = trained(my_dqn, env_id, log_interval=60, eval_interval=120)
     events = EventAccumulator(str(folder), size_guidance={"images": 0})
     events.Reload()
-    assert [image.step for image in events.Images("weights")] == [100, 200, 300, 400]
+    assert [image.step for image in events.Images("weights")] == [120, 240, 360, 480]
     image = PIL.Image.open(io.BytesIO(events.Images("weights")[0].encoded_image_string))
     assert image.size == (120, 4)
 
@@ -621,8 +626,9 @@ SMALLER: dict[str, tuple[str, str]] = {
         "LENGTH = 10  # steps to the goal; a wrong action ends the episode\nSTEPS = 20_000",
         "LENGTH = 7\nSTEPS = 2_000",
     ),
+    "optuna": ("ROUNDS = 4\nPOINTS = 16  # of a round", "ROUNDS = 2\nPOINTS = 3"),
 }
-LONG = ("whole_episodes", "two_players", "relabelled")
+LONG = ("whole_episodes", "two_players", "relabelled", "optuna")
 PROGRAMS = {
     page.split("/")[-1].removesuffix(".md"): block
     for page in RECIPES
@@ -638,7 +644,7 @@ def test_recipes_run_as_they_stand(name):
         old, new = SMALLER[name]
         assert code.count(old) == 1
         code = code.replace(old, new)
-    for package in ("minari",):
+    for package in ("minari", "optuna"):
         if f"import {package}" in code:
             pytest.importorskip(package)
     if "environ" not in code and "jax.config" not in code:
