@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
-from helpers import ROOT, read_events, slow
+from gymnasium.envs.phys2d.cartpole import CartPoleFunctional, CartPoleParams
+from helpers import ROOT, make_trainer, read_events, slow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cleanreplay
@@ -477,6 +478,39 @@ def test_environments_of_your_own_are_learned(name, env, is_compiled, tmp_path, 
     with closing(dqn_jax.make_envs(args, run, 2)) as envs:
         returns = cleanreplay.experiment.play_episodes(agent, run, params, envs, [])
     assert returns == pytest.approx([-0.9, -0.9])  # nine steps, the shortest way
+
+
+def test_each_agent_and_each_episode_has_its_own_pole(tmp_path, monkeypatch):
+    """Its length stays the same in an episode, and the pole moves as one of this length does."""
+    write_module("my_random_cartpole", tmp_path, monkeypatch)
+    run = dqn_jax.Run(env_id="my_random_cartpole:RandomCartPole-v0", num_seeds=2)
+    args = dqn_jax.Args(num_envs=3, train_frequency=300, end_e=1.0)
+    trainer = make_trainer(dqn_jax, args, run)
+    (_, lengths), *_ = [trainer.init().envs.inner]
+    assert len(np.unique(lengths)) == 6
+    assert ((lengths >= 0.25) & (lengths <= 1.0)).all()
+
+    envs = trainer.envs
+    state = envs.reset(jax.random.PRNGKey(0), 3)
+    params = jax.jit(trainer.agent.init)(jax.random.PRNGKey(0)).params
+    key = jax.random.PRNGKey(1)
+
+    def step(state, t):
+        keys = jax.random.split(jax.random.fold_in(key, t), 3)
+        after, (row, _) = envs.step(params, key, state, (t, keys, envs.initial(keys)))
+        return after, (state.inner, row, after.inner)
+
+    _, (before, row, after) = jax.lax.scan(step, state, jnp.arange(60))
+    resets = ~row.valid
+    assert resets.sum() > 3
+    np.testing.assert_array_equal(before[1][row.valid], after[1][row.valid])
+    assert (before[1][resets] != after[1][resets]).all()
+    cartpole = CartPoleFunctional()
+    for t, i in [(0, 0), (0, 1), (40, 2)]:
+        own = CartPoleParams(length=before[1][t, i])
+        wanted = cartpole.transition(before[0][t, i], row.action[t, i], key, own)
+        if row.valid[t, i]:
+            np.testing.assert_allclose(after[0][t, i], wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore")  # of Minari
