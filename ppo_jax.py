@@ -523,6 +523,7 @@ class Run:
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
     seed: int = 1  # random seed
     num_seeds: int = 1  # agents trained in parallel, with this seed and those after it
+    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; an agent for each
     num_devices: int = 1  # devices per process that agents, or environments of one, are spread over
     distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
     log_interval: int = 1_000  # steps between two log entries
@@ -616,7 +617,7 @@ class Log(AbstractContextManager):
     def begin(self, init) -> State:
         """Begins the run: the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
-        names += ["save_experience", "her_fraction", "offline_data", "init_from"]
+        names += ["save_experience", "her_fraction", "offline_data", "init_from", "sweep"]
         for flags in (self.run, self.args):
             for flag in names:
                 if getattr(flags, flag, None) != getattr(type(flags), flag, None):
@@ -671,6 +672,9 @@ class Log(AbstractContextManager):
                 event.summary.value.add(tag=tag, simple_value=x)
         self.writer.add_event(event)  # one event for all charts is fastest
 
+    def at_evaluation(self, step: int, params, returns):
+        """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
+
     def mean_return(self) -> float:
         """The mean return of the last 100 episodes, NaN before the first."""
         return float(np.mean(self.recent_returns or np.nan))
@@ -683,7 +687,7 @@ class Log(AbstractContextManager):
 def train(args: Args, run: Run, stop: list | None = None):
     """Trains until total_timesteps, or until `stop` has an item.
 
-    Returns the State, the mean returns [num_seeds] of the last episodes, and the run's folder.
+    Returns the State, the mean returns [num_agents] of the last episodes, and the run's folder.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # with it `act` takes 3 times as long
     stop = [] if stop is None else stop

@@ -91,6 +91,12 @@ class Log(Protocol):
     def write(self, step: int, metrics: dict, wall_time: float = 0) -> None:
         """Adds a point to each chart whose number is finite."""
 
+    def at_evaluation(self, step: int, params: Any, returns: Any) -> None:
+        """Is called after an evaluation with the parameters of `act`, and the returns of episodes.
+
+        It is also called without --eval-episodes. Then `returns` is empty.
+        """
+
     def mean_return(self) -> float:
         """The mean return of the last episodes."""
 

@@ -63,13 +63,16 @@ class Checkpoints:
         )
         self.write(self.latest, step, items)
 
-    def save_if_best(self, step: int, params: Any, score: float) -> None:
-        """Keeps these parameters to act with, if no earlier ones had this score or a higher one."""
+    def save_if_best(self, step: int, params: Any, score: float, own: dict | None = None) -> None:
+        """Keeps these parameters to act with, if no earlier ones had this score or a higher one.
+
+        `own` are the flags of the algorithm in which this agent differs from args.json.
+        """
         best_step = self.best.best_step()
         is_better = best_step is None or score > self.best.metrics(best_step)["return"]
         if math.isfinite(score) and is_better:
             items = ocp.args.Composite(params=ocp.args.StandardSave(params))
-            metrics = {"return": float(score), "checksums": checksums(params)}
+            metrics = {"return": float(score), "checksums": checksums(params), "args": own or {}}
             self.write(self.best, step, items, metrics=metrics)
 
     def write(self, manager: Any, step: int, items: Any, **metrics: Any) -> None:
@@ -150,6 +153,11 @@ class Checkpoints:
         except Exception as error:
             text = f"{manager.directory / str(step)} cannot be read: {first_line(error)}"
             raise UsageError(text) from error
+
+    def best_flags(self) -> dict:
+        """The flags of the algorithm in which the best agent differs from args.json."""
+        step = self.best.best_step()
+        return {} if step is None else self.best.metrics(step).get("args", {})
 
     def latest_step(self) -> int:
         """The step of the newest checkpoint."""
@@ -352,11 +360,13 @@ def load_policy(folder: Path | str, script: Path | str = "") -> Callable[..., np
     saved = usage.read_run(folder)
     module = import_script(Path(script or saved["script"]))
     run, args = usage.read_flags(folder, module.Run, module.Args)
+    saver = Checkpoints(folder, saves=False)
+    args = replace(args, **saver.best_flags())
     usage.check_flags(args, run)
     observation_space, action_space = spaces_of(saved, partial(module.make_envs, args, run), run)
     agent = module.Agent(args, observation_space, action_space)
     like = jax.jit(lambda key: agent.policy_params(agent.init(key)))(jax.random.PRNGKey(0))
-    params = Checkpoints(folder, saves=False).best_params(like)
+    params = saver.best_params(like)
     act = agent.policy(params)
     example = agent.example_step.observation
     layout = getattr(observation_space, "layout", ())

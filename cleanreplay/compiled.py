@@ -3,7 +3,7 @@
 A script calls `train` of this module if `find_jax_env` finds that its environment is a `FuncEnv` of
 Gymnasium, that is pure functions in JAX. Environment, replay and learning become one program:
 
-    for each agent:                                     # vmap over the seeds
+    for each agent:                                     # vmap over seeds, and values of --sweep
         for each log entry:                             # fori_loop: Trainer.run_entries
             for each iteration:                         # scan: Trainer.iterate
                 for each of S steps:                    # scan: JaxEnvs.collect
@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from cleanreplay import images, processes, spaces
+from cleanreplay import files, images, processes, spaces, usage
 from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, is_due, log_returns, play_episodes
 from cleanreplay.keeper import Keeper
 from cleanreplay.packed import pack
+from cleanreplay.sweep import Sweep, replace_args
 
 MAX_ENTRIES = 100  # log entries in one call of the compiled program
 LONG_CALL = 0.5  # seconds; calls that take less are doubled
@@ -212,10 +214,10 @@ class JaxEnvs:
         return returns, over, succeeded
 
 
-def make_mesh(num_seeds: int, num_envs: int, num_devices: int) -> Mesh:
+def make_mesh(num_agents: int, num_envs: int, num_devices: int) -> Mesh:
     """The devices ["seeds", "envs"] of a run, `num_devices` of each process.
 
-    gcd(num_seeds, devices) agents are placed side by side; each gets the devices that are left.
+    gcd(num_agents, devices) agents are placed side by side; each gets the devices that are left.
     """
     devices = []
     for process in range(jax.process_count()):
@@ -223,7 +225,7 @@ def make_mesh(num_seeds: int, num_envs: int, num_devices: int) -> Mesh:
         if len(local) < num_devices:
             raise UsageError(f"num_devices: {num_devices} are wanted, {len(local)} are there")
         devices += local[:num_devices]
-    side_by_side = math.gcd(num_seeds, len(devices))
+    side_by_side = math.gcd(num_agents, len(devices))
     grid = np.reshape(devices, (side_by_side, -1))
     per_agent = grid.shape[1]
     if num_envs % per_agent > 0:
@@ -247,9 +249,9 @@ def find_jax_env(envs: Any, run: Any) -> Any:
     why = why_not_compiled(envs, env, run)
     if not why:
         return env
-    if run.num_seeds > 1 or run.num_devices > 1 or run.distributed:
-        how = "start a run for each seed instead, see docs/scale.md"
-        flags = "num_seeds, num_devices, distributed"
+    if run.num_seeds > 1 or run.sweep or run.num_devices > 1 or run.distributed:
+        how = "start a run for each agent instead, see docs/scale.md"
+        flags = "num_seeds, sweep, num_devices, distributed"
         raise UsageError(f"{flags}: {run.env_id} {why}; {how}")
     if hasattr(env.unwrapped, "func_env") and run.vectorization == "auto":
         tqdm.write(f"{run.env_id} {why}")
@@ -276,13 +278,14 @@ def why_not_compiled(envs: Any, env: Any, run: Any) -> str:
 
 
 class RunnerState(NamedTuple):
-    """Everything that training changes. A checkpoint holds that of all agents [num_seeds, ...]."""
+    """Everything that training changes. A checkpoint holds that of all agents [num_agents, ...]."""
 
     agent: Any  # the State of the algorithm
     key: Array  # stays the same; the step of an iteration is folded into it
     envs: JaxEnvState
     unfinished: Array  # [2, N], return and length so far of each unfinished episode
     finished: Array  # [3], number, returns and lengths of the episodes of this log entry
+    values: Any = ()  # of the flags that --sweep names, by their names; they stay the same
 
 
 class Entry(NamedTuple):
@@ -314,41 +317,64 @@ def count_episodes(runner: RunnerState, rollout: Any) -> RunnerState:
     return runner._replace(unfinished=unfinished, finished=finished)
 
 
-def check_flags(args: Any, run: Any) -> None:
+def check_flags(args: Any, run: Any, num_agents: int) -> None:
     """Raises UsageError for what takes one process or one agent."""
     if run.capture_video and jax.process_count() > 1:
         raise UsageError("capture_video: resume the run in one process for a video")
-    is_alone = run.num_seeds == 1 and jax.process_count() == 1
+    is_alone = num_agents == 1 and jax.process_count() == 1
     if getattr(args, "save_experience", False) and not is_alone:
         raise UsageError("save_experience: only that of one agent in one process is kept")
 
 
 class Trainer:
-    """The compiled programs that train num_seeds agents and evaluate them.
+    """The compiled programs that train all agents and evaluate them.
 
     Agents are spread over the axis "seeds" of the mesh of devices, the environments of an agent
     over "envs". Everything else is replicated.
     """
 
-    def __init__(self, make_agent: Callable[..., Any], jax_env: Any, run: Any) -> None:
-        agent: Any = make_agent(shard_batch=self.shard_batch)
-        self.agent = agent
-        self.args = agent.args
+    def __init__(self, make_agent: partial, jax_env: Any, run: Any) -> None:
+        self.make_agent = make_agent
+        self.jax_env = jax_env
         self.run = run
-        self.envs = JaxEnvs(agent, jax_env.unwrapped.func_env, jax_env.spec.max_episode_steps)
+        self.place_agent(make_agent)
+        agent: Any = self.agent
+        self.args = agent.args
+        self.sweep = Sweep(self.args, run)
         self.iterations = math.ceil(run.log_interval / agent.steps_per_iteration)
         self.interval = self.iterations * agent.steps_per_iteration  # steps between two log entries
         self.limit = 1  # log entries in one call of the compiled program
         self.max_entries = MAX_ENTRIES
         if saves_experience(agent):  # the vault is written after each call
             self.max_entries = min(MAX_ENTRIES, agent.args.buffer_size // self.interval)
-        self.mesh = make_mesh(run.num_seeds, agent.args.num_envs, run.num_devices)
+        self.mesh = make_mesh(len(self.sweep), agent.args.num_envs, run.num_devices)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         evaluate_all = jax.vmap(self.evaluate_one, spmd_axis_name="seeds")
         self.evaluate_all = jax.jit(evaluate_all, out_shardings=self.replicated)
         self.take_agent = jax.jit(
             lambda params, i: jax.tree.map(lambda x: x[i], params), out_shardings=self.replicated
         )
+        self.which_are_finite = jax.jit(jax.vmap(are_finite), out_shardings=self.replicated)
+        self.sweep.check(self.first_entry)
+
+    def place_agent(self, make_agent: Callable) -> None:
+        """Makes the agent that is trained, and its environments."""
+        self.agent = make_agent(shard_batch=self.shard_batch)
+        time_limit = self.jax_env.spec.max_episode_steps
+        self.envs = JaxEnvs(self.agent, self.jax_env.unwrapped.func_env, time_limit)
+
+    def of(self, values: Any) -> "Trainer":
+        """The trainer of an agent with these values [] of the flags that --sweep names."""
+        if not values:
+            return self
+        one = copy(self)
+        one.place_agent(replace_args(self.make_agent, values))
+        return one
+
+    def first_entry(self, values: dict) -> tuple:
+        """What an agent with these values has learned at its first log entry."""
+        one = self.of(values)
+        return one.run_entry(one.init_one(jnp.uint32(0)), jnp.int32(0))
 
     def shard_batch(self, batch: Any) -> Any:
         """A batch [B, ...], split over the devices that train an agent together."""
@@ -359,8 +385,10 @@ class Trainer:
         rows_on = NamedSharding(self.mesh, PartitionSpec("envs"))
         return jax.lax.with_sharding_constraint(batch, rows_on)
 
-    def init_one(self, seed: Array) -> RunnerState:
+    def init_one(self, seed: Any, values: Any = ()) -> RunnerState:
         """The RunnerState of an agent before the first step."""
+        if values:
+            return self.of(values).init_one(seed)._replace(values=values)
         num_envs = self.args.num_envs
         agent_key, env_key, key = jax.random.split(jax.random.PRNGKey(seed), 3)
         return RunnerState(
@@ -374,17 +402,18 @@ class Trainer:
     def init(self) -> RunnerState:
         """The RunnerState of all agents before the first step, on the devices."""
         # One after the other: XLA hangs in ten QR decompositions at once.
-        init_all = partial(jax.lax.map, self.init_one)
-        seeds = (self.run.seed + np.arange(self.run.num_seeds)).astype(np.uint32)
+        init_all = partial(jax.lax.map, lambda agent: self.init_one(*agent))
+        agents = (self.sweep.seeds, self.sweep.values)
         per_agent = NamedSharding(self.mesh, PartitionSpec("seeds"))
-        shardings = jax.eval_shape(init_all, seeds)._replace(
+        shardings = jax.eval_shape(init_all, agents)._replace(
             agent=per_agent,
             key=per_agent,
             envs=NamedSharding(self.mesh, PartitionSpec("seeds", "envs")),
             unfinished=per_agent,
             finished=self.replicated,
+            values=per_agent,
         )
-        return jax.jit(init_all, out_shardings=shardings)(seeds)
+        return jax.jit(init_all, out_shardings=shardings)(agents)
 
     def iterate(self, runner: RunnerState, step: Array) -> tuple[RunnerState, tuple]:
         """The iteration of an agent that begins at `step`: a rollout, and learning from it.
@@ -431,12 +460,13 @@ class Trainer:
 
     def run_entries(self, runner: RunnerState, step: Array, num_entries: Array) -> tuple:
         """Trains an agent for a number of log entries: RunnerState, Entry [MAX_ENTRIES, ...]."""
-        _, shapes = jax.eval_shape(self.run_entry, runner, step)
+        one = self.of(runner.values)
+        _, shapes = jax.eval_shape(one.run_entry, runner, step)
         entries = jax.tree.map(lambda x: jnp.zeros((MAX_ENTRIES, *x.shape), x.dtype), shapes)
 
         def run_entry(i: Array, carry: tuple) -> tuple:
             runner, entries = carry
-            runner, entry = self.run_entry(runner, step + i * self.interval)
+            runner, entry = one.run_entry(runner, step + i * self.interval)
             return runner, jax.tree.map(lambda all_, x: all_.at[i].set(x), entries, entry)
 
         return jax.lax.fori_loop(0, num_entries, run_entry, (runner, entries))
@@ -447,18 +477,19 @@ class Trainer:
         run_all = jax.vmap(self.run_entries, in_axes=(0, None, None), spmd_axis_name="seeds")
         return jax.jit(run_all, donate_argnums=0, out_shardings=(shardings, self.replicated))
 
-    def evaluate_one(self, params: Any) -> tuple[Array, Array, Array]:
+    def evaluate_one(self, params: Any, values: Any = ()) -> tuple[Array, Array, Array]:
         """The returns [eval_episodes] of an agent, and whether the episodes ended and succeeded."""
         # Training never folds in 2**31, so the keys of evaluations are distinct.
         key = jax.random.PRNGKey(np.uint32(self.run.seed % 2**32))
         key = jax.random.fold_in(key, 2**31)
         run = self.run
         episodes = run.eval_episodes
-        return self.envs.evaluate(params, episodes, key, run.eval_max_steps, run.eval_explores)
+        envs = self.of(values).envs
+        return envs.evaluate(params, episodes, key, run.eval_max_steps, run.eval_explores)
 
-    def evaluate(self, params: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The returns [num_seeds, eval_episodes] of each agent, and the successes."""
-        returns, over, succeeded = self.evaluate_all(params)
+    def evaluate(self, params: Any, values: Any = ()) -> tuple[np.ndarray, np.ndarray]:
+        """The returns [num_agents, eval_episodes] of each agent, and the successes."""
+        returns, over, succeeded = self.evaluate_all(params, values)
         if not np.all(over):
             tqdm.write(f"an evaluation cuts off episodes after {self.run.eval_max_steps:,} steps")
         return np.asarray(returns), np.where(succeeded < 0, np.nan, succeeded)
@@ -480,10 +511,10 @@ class Trainer:
 
 
 def recent_returns(entries: deque, before: Any) -> np.ndarray:
-    """Mean returns [num_seeds] of the last 100 or more episodes, in whole log entries.
+    """Mean returns [num_agents] of the last 100 or more episodes, in whole log entries.
 
-    `entries` are `finished` of RunnerState [num_seeds, 3], the newest first. Each agent has as many
-    of them as it needs. The mean returns are `before` [num_seeds] where no episode ended.
+    `entries` are `finished` of RunnerState [num_agents, 3], the newest first. Each agent has as
+    many of them as it needs. The mean returns are `before` [num_agents] where no episode ended.
     """
     total = np.zeros_like(entries[0])
     for finished in entries:
@@ -494,25 +525,29 @@ def recent_returns(entries: deque, before: Any) -> np.ndarray:
     return np.where(total[:, 0] > 0, total[:, 1] / np.maximum(total[:, 0], 1), before)
 
 
-def check_finite(entries: Entry, step: int, interval: int, keeper: Keeper) -> None:
-    """Raises NotFiniteError for the first entry [num_seeds, entries] that is not finite.
+def check_finite(entries: Entry, step: int, interval: int, keeper: Keeper, sweep: Sweep) -> None:
+    """Raises NotFiniteError for the first entry [num_agents, entries] that is not finite.
 
-    The entries are those of a call that began at `step`.
+    The entries are those of a call that began at `step`. In a sweep the other agents go on, until
+    none is left: a line says which one is lost.
     """
-    not_finite = np.argwhere(~entries.finite.swapaxes(0, 1))
-    if len(not_finite) == 0:
-        return
-    entry, agent, what = not_finite[0]
-    begin = step + entry * interval
-    where = f"seed {keeper.run.seed + agent}, between steps {begin:,} and {begin + interval:,}"
-    if what == 2:
-        raise NotFiniteError(f"{keeper.folder}: diverged, parameters are not finite: {where}")
-    name = ("reward", "observation")[what]
-    raise NotFiniteError(f"{keeper.run.env_id}: the {name} is not finite: {where}")
+    for entry, agent, what in np.argwhere(~entries.finite.swapaxes(0, 1)).tolist():
+        if agent in sweep.lost:
+            continue
+        sweep.lost.add(agent)
+        begin = step + entry * interval
+        text = f"{keeper.folder}: diverged, parameters are not finite"
+        if what < 2:
+            name = ("reward", "observation")[what]
+            text = f"{keeper.run.env_id}: the {name} is not finite"
+        text += f": {sweep.label(agent)}, between steps {begin:,} and {begin + interval:,}"
+        if len(sweep.lost) == len(sweep) or not sweep.values:
+            raise NotFiniteError(text)
+        tqdm.write(f"{text}; the other agents go on")
 
 
 def log_entries(logs: list, step: int, interval: int, entries: Entry, seconds: float) -> None:
-    """Logs the entries [num_seeds, entries] of a call that began at `step` and took so long."""
+    """Logs the entries [num_agents, entries] of a call that began at `step` and took so long."""
     count = entries.finite.shape[1]
     for agent, log in enumerate(logs):
         for i in range(count):
@@ -537,37 +572,59 @@ def evaluate_agents(
     """Logs the returns of an evaluation, keeps the best agent, records a video of the first."""
     run = trainer.run
     params = trainer.agent.policy_params(runner.agent)
+    returns = np.zeros((len(logs), 0))
     if run.eval_episodes > 0:
-        returns, successes = trainer.evaluate(params)
-        tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
+        returns, successes = trainer.evaluate(params, runner.values)
         for log, *own in zip(logs, returns, successes, strict=True):
             log_returns(log, step, *own)
-        scores = returns.mean(axis=1)
+        scores = np.where(trainer.which_are_finite(params), returns.mean(axis=1), -np.inf)
         best = int(np.argmax(scores))
-        keeper.save_if_best(step, trainer.take_agent(params, best), scores[best])
+        line = f"{step:,} steps: return {returns.mean():.2f} in an evaluation"
+        of_best = f", the best {scores[best]:.2f} with {trainer.sweep.label(best)}"
+        tqdm.write(line + of_best if run.sweep else line)
+        _, values = trainer.sweep.flags(best)
+        keeper.save_if_best(step, trainer.take_agent(params, best), scores[best], values)
+    for i, log in enumerate(logs):
+        log.at_evaluation(step, trainer.take_agent(params, i), returns[i])
     if run.capture_video:
-        first = trainer.take_agent(params, 0)
+        first, values = trainer.take_agent((params, runner.values), 0)
         with closing(make_envs(1, f"{keeper.folder}/videos/{step}")) as envs:
-            play_episodes(trainer.agent, run, first, envs, keeper.stop)
+            play_episodes(trainer.of(values).agent, run, first, envs, keeper.stop)
 
 
 def open_logs(trainer: Trainer, keeper: Keeper, make_log: Callable, returns: np.ndarray) -> list:
-    """The `Log` of each agent. The first one shows the progress; the others are in folders."""
+    """The `Log` of each agent in its folder. The first one shows the progress."""
     logs: list = []
     is_first_process = jax.process_index() == 0
     for i, before in enumerate(returns):
-        folder = keeper.folder / f"seed_{keeper.run.seed + i}" if i > 0 else keeper.folder
+        folder = trainer.sweep.folder(keeper.folder, i)
         log: Log = make_log(trainer.agent, keeper.run, folder, keeper.stop)
         writer = None if is_first_process else processes.NoWriter()
         quiet = None if is_first_process and i == 0 else True
         log.open(keeper.first_step, [before], quiet, writer)
-        keeper.write_header(log.writer)
+        run_flags, args_flags = write_own_flags(trainer.sweep, keeper, folder, i)
+        keeper.write_header(log.writer, run_flags | args_flags)
         logs.append(log)
     return logs
 
 
+def write_own_flags(sweep: Sweep, keeper: Keeper, folder: Path, i: int) -> tuple[dict, dict]:
+    """Writes args.json of agent `i` to its folder, if this is not that of the run.
+
+    Returns the flags of the experiment and of the algorithm in which it differs from the run.
+    """
+    if folder == keeper.folder:
+        return {}, {}
+    run_flags, args_flags = sweep.flags(i)
+    if jax.process_index() == 0:
+        about = usage.read_run(keeper.folder)
+        flags = {"run": about["run"] | run_flags, "args": about["args"] | args_flags}
+        files.write_whole(folder / "args.json", usage.to_json(about | flags))
+    return run_flags, args_flags
+
+
 def train(
-    make_agent: Callable[..., Any],
+    make_agent: partial,
     make_envs: Callable[..., Any],
     make_log: Callable[..., Any],
     script: str,
@@ -576,11 +633,11 @@ def train(
     folder: Path,
     stop: list,
 ) -> tuple[Any, np.ndarray, Path]:
-    """As `train` of a script, for all agents at once: the leaves of the State are [num_seeds, ...].
+    """As `train` of a script, for all agents: the leaves of the State are [num_agents, ...].
 
     Args:
-      make_agent: makes an `agents.Agent`. It takes `shard_batch`, a function that splits a batch
-        over devices.
+      make_agent: makes an `agents.Agent`. Its first argument is Args. It takes `shard_batch`, a
+        function that splits a batch over devices.
       make_envs: makes environments that are stepped from Python, for a video.
       make_log: makes an `agents.Log`, the `Log` of an agent in a folder.
       script: the file that trains.
@@ -590,20 +647,22 @@ def train(
     trainer = Trainer(make_agent, jax_env, run)
     if run.capture_video:
         images.check_video(make_envs)
-    check_flags(trainer.args, run)
+    check_flags(trainer.args, run, len(trainer.sweep))
     kept_run = replace(run, distributed="", track=run.track and jax.process_index() == 0)
     folder = processes.same_folder(folder)
     keeper = Keeper(trainer.agent, kept_run, folder, script, stop, spaces.of_envs(make_envs))
     with keeper, ExitStack() as stack:
         runner = keeper.begin(trainer.init, on_resume=lambda runner: runner)
         keeper.write_experience(runner.agent)
-        returns = np.array(keeper.recent_returns or [math.nan] * run.num_seeds)
+        returns = np.array(keeper.recent_returns or [math.nan] * len(trainer.sweep))
         logs = open_logs(trainer, keeper, make_log, returns)
         for log in logs:
             stack.push(log.__exit__)
         runner, returns = train_loop(trainer, runner, returns, logs, keeper, make_envs)
+    returns[list(trainer.sweep.lost)] = np.nan
     for i, mean_return in enumerate(returns):
-        tqdm.write(f"seed {run.seed + i}: mean return of the last episodes {mean_return:.2f}")
+        label = trainer.sweep.label(i)
+        tqdm.write(f"{label}: mean return of the last episodes {mean_return:.2f}")
     return runner.agent, returns, folder
 
 
@@ -615,7 +674,7 @@ def train_loop(
     keeper: Keeper,
     make_envs: Callable,
 ) -> tuple[RunnerState, np.ndarray]:
-    """Calls the compiled program until the end: the RunnerState, and mean returns [num_seeds]."""
+    """Calls the compiled program until the end: the RunnerState, and mean returns [num_agents]."""
     run, stop = trainer.run, keeper.stop
     total = trainer.args.total_timesteps
     run_entries = trainer.compile(runner)
@@ -638,14 +697,15 @@ def train_loop(
         logs[0].recent_returns.clear()
         logs[0].recent_returns.extend(returns)
         log_entries(logs, step, trainer.interval, entries, seconds)
-        check_finite(entries, step, trainer.interval, keeper)
+        check_finite(entries, step, trainer.interval, keeper, trainer.sweep)
         keeper.write_experience(runner.agent)
         is_interrupted = processes.any_process(len(stop) > 0)
         if is_interrupted and not stop:  # the signal came to another process
             stop.append(signal.SIGTERM)
         is_last = is_interrupted or end >= total
         if is_last or is_due(run.checkpoint_interval, step, end):
-            params = trainer.take_agent(trainer.agent.policy_params(runner.agent), 0)
+            params = trainer.agent.policy_params(runner.agent)
+            params = trainer.take_agent(params, trainer.sweep.first_left())
             keeper.save(end, runner, params, list(returns))
         if is_interrupted:
             break

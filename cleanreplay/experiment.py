@@ -110,6 +110,7 @@ class Experiment(AbstractContextManager):
     def evaluate(self, step: int, params: Any) -> None:
         """Logs the returns of an evaluation, keeps the best agent, and records a video."""
         run, stop = self.run, self.log.stop
+        returns = np.zeros(0)
         play = partial(play_episodes, self.agent, run, params, stop=stop)
         if run.eval_episodes > 0 and not stop:
             with closing(Successes(self.make_envs(run.eval_episodes))) as envs:
@@ -119,6 +120,8 @@ class Experiment(AbstractContextManager):
             log_returns(self.log, step, returns, envs.first)
             tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
             self.keeper.save_if_best(step, params, returns.mean())
+        if not stop:
+            self.log.at_evaluation(step, params, returns)
         if run.capture_video and not stop:
             with closing(self.make_envs(1, f"{self.log.folder}/videos/{step}")) as envs:
                 play(envs)

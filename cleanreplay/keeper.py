@@ -118,18 +118,24 @@ class Keeper(AbstractContextManager):
         files.write_whole(self.folder / "args.json", text)
         tracking.write_origin(self.folder, self.first_step, self.script)
 
-    def write_header(self, writer: Any) -> None:
-        """Writes the flags to the event file of an agent."""
-        tracking.write_header(writer, vars(self.run) | vars(self.agent.args), self.first_step)
+    def write_header(self, writer: Any, own: dict[str, Any] | None = None) -> None:
+        """Writes the flags to the event file of an agent, with those that are its `own`."""
+        flags = vars(self.run) | vars(self.agent.args) | (own or {})
+        tracking.write_header(writer, flags, self.first_step)
 
     def save(self, step: int, state: Any, params: Any, recent_returns: Sequence) -> None:
         """Saves the state of training after `step`, if the parameters are finite."""
         check_finite(params, self.folder)
         self.checkpoints.save(step, offline.without_data(state), params, recent_returns)
 
-    def save_if_best(self, step: int, params: Any, score: float) -> None:
-        """Keeps these parameters to act with, if no earlier ones had this score or a higher one."""
-        self.checkpoints.save_if_best(step, params, score)
+    def save_if_best(
+        self, step: int, params: Any, score: float, own: dict[str, Any] | None = None
+    ) -> None:
+        """Keeps these parameters to act with, if no earlier ones had this score or a higher one.
+
+        `own` are the flags of the algorithm in which this agent differs from args.json.
+        """
+        self.checkpoints.save_if_best(step, params, score, own or {})
 
     def write_experience(self, state: Any) -> None:
         """Appends what is new in the replay to the vault, with --save-experience.

@@ -53,7 +53,7 @@ GPU_MEMORY = (
     "XLA_PYTHON_CLIENT_PREALLOCATE=false where another process uses it"
 )
 # Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
-NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds")
+NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds", "sweep")
 PLACES = ("offline_data", "init_from")  # flags that may be folders
 MINARI = "minari:"  # --offline-data minari:NAME is a dataset of Minari
 

@@ -72,8 +72,10 @@ def find_jax_env(script, args, run):
 
 def make_trainer(script, args, run):
     """The compiled programs of a run in an environment written in JAX."""
-    make = partial(make_agent, script, args, run)
-    return compiled.Trainer(make, find_jax_env(script, args, run), run)
+    with closing(script.make_envs(args, run, 1)) as envs:
+        spaces = envs.single_observation_space, envs.single_action_space
+        jax_env = compiled.find_jax_env(envs, run)
+    return compiled.Trainer(partial(script.Agent, args, *spaces), jax_env, run)
 
 
 def edited(script, *replaced):

@@ -28,6 +28,7 @@ import per_dqn_jax
 import ppo_jax
 from cleanreplay import checkpoints, compiled, load_policy, usage
 from cleanreplay.compiled import JaxEnvs, RunnerState
+from cleanreplay.sweep import Sweep
 from dqn_jax import DQN, Step
 
 GAMMA = 0.8
@@ -290,8 +291,8 @@ def test_a_wrapper_in_the_script_is_named_as_what_prevents_several_seeds(edit, n
     copy = edited(dqn_jax, edit)
     line = one_line(run_main(copy, "--env-id", "phys2d/CartPole-v1", "--num-seeds", "2"))
     said = "phys2d/CartPole-v1 is not compiled, because of its wrappers: "
-    assert line.startswith(f"error: num_seeds, num_devices, distributed: {said}{name}")
-    assert line.endswith("; start a run for each seed instead, see docs/scale.md")
+    assert line.startswith(f"error: num_seeds, sweep, num_devices, distributed: {said}{name}")
+    assert line.endswith("; start a run for each agent instead, see docs/scale.md")
     assert not Path("runs").exists()
 
 
@@ -516,9 +517,9 @@ def train_two(module, flags, **run):
     folders = agent_folders(folder, run.seed, run.num_seeds)
     assert sorted(folder.glob("seed_*")) == folders[1:]
     scalars = []
-    for agent_folder in folders:
+    for i, agent_folder in enumerate(folders):
         events, text = read_events(agent_folder)
-        assert f"|seed|{run.seed}|\n" in text
+        assert f"|seed|{run.seed + i}|\n" in text
         assert len(events.pop("charts/SPS")) == 2
         scalars.append(events)
     return training, scalars
@@ -675,6 +676,28 @@ def test_the_best_agent_of_a_group_is_kept():
     assert max(scores[0]) < np.max(scores) == 1.0  # it is not the first
     policy = load_policy(folders[0])
     np.testing.assert_array_equal(policy(np.eye(5, dtype=np.float32)[:4]), [1, 1, 1, 1])
+
+
+def test_the_code_of_a_user_gets_the_parameters_and_the_returns_of_each_agent(four):
+    """In an evaluation, with the folder of the agent."""
+    state, _, folders, _ = four
+    chain = environments.Chain
+    right = goes_right(state)
+    seen = []
+
+    class Noted(ppo_jax.Log):
+        def at_evaluation(self, step, params, returns):
+            seen.append((self.folder, step, params, returns.tolist()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo_jax, "Log", Noted)
+        train_four()
+    assert [folder.name for folder, *_ in seen[1:]] == [folder.name for folder in folders[1:]]
+    agent = ppo_jax.Agent(ppo_jax.Args(num_steps=8), chain.observation_space, chain.action_space)
+    for i, (_, step, params, returns) in enumerate(seen):
+        assert (step, returns) == (64, [float(right[i])])
+        wanted = jax.tree.map(lambda x, i=i: x[i], agent.policy_params(state))
+        jax.tree.map(np.testing.assert_array_equal, params, wanted)
 
 
 def test_the_line_of_an_evaluation_has_the_mean_of_all_agents(four):
@@ -909,9 +932,10 @@ def test_of_several_agents_the_one_whose_numbers_are_not_finite_is_named():
     finite[1, 3, 0] = False
     finite[2, 2, [1, 2]] = False
     entries = compiled.Entry({}, np.zeros((3, 4, 3)), finite)
-    keeper = types.SimpleNamespace(run=dqn_jax.Run(seed=7), folder=Path("runs/here"))
+    run = dqn_jax.Run(seed=7, num_seeds=3)
+    keeper = types.SimpleNamespace(run=run, folder=Path("runs/here"))
     with pytest.raises(FloatingPointError) as caught:
-        compiled.check_finite(entries, 1_000, 100, keeper)
+        compiled.check_finite(entries, 1_000, 100, keeper, Sweep(dqn_jax.Args(), run))
     where = "seed 9, between steps 1,200 and 1,300"
     assert str(caught.value) == f"CartPole-v1: the observation is not finite: {where}"
 

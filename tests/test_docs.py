@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
-from helpers import OTHER_ALGORITHMS, ROOT, diff_of, other_algorithm, read_events, slow
+from gymnasium.envs.phys2d.cartpole import CartPoleFunctional, CartPoleParams
+from helpers import (
+    OTHER_ALGORITHMS,
+    ROOT,
+    diff_of,
+    make_trainer,
+    other_algorithm,
+    read_events,
+    slow,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cleanreplay
@@ -365,10 +375,11 @@ def patched(heading, tmp_path, monkeypatch):
     return my_dqn
 
 
-def trained(module, env_id="CartPole-v1"):
+def trained(module, env_id="CartPole-v1", **more):
     """The State of a short run, its charts and its folder."""
     args = module.Args(total_timesteps=480, num_envs=2, learning_starts=200)
-    run = module.Run(env_id=env_id, log_interval=240, eval_episodes=0, checkpoint_interval=0)
+    run = module.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
+    run = replace(run, **{"log_interval": 240} | more)
     state, _, folder = module.train(args, run)
     scalars, _ = read_events(folder)
     return state, scalars, folder
@@ -395,11 +406,14 @@ def test_how_to_log_a_number_from_the_environment(tmp_path, monkeypatch):
     assert second == (480, pytest.approx(12 / 50))
 
 
-def test_how_to_log_an_image(tmp_path, monkeypatch):
-    _, _, folder = trained(patched("log an image", tmp_path, monkeypatch))
+@pytest.mark.parametrize("env_id", ["CartPole-v1", slow("phys2d/CartPole-v1")])
+def test_how_to_log_an_image(env_id, tmp_path, monkeypatch):
+    """The same code in ordinary and in compiled runs."""
+    my_dqn = patched("log an image, or run other code of my own", tmp_path, monkeypatch)
+    _, _, folder = trained(my_dqn, env_id, log_interval=60, eval_interval=120)
     events = EventAccumulator(str(folder), size_guidance={"images": 0})
     events.Reload()
-    assert [image.step for image in events.Images("weights")] == [100, 200, 300, 400]
+    assert [image.step for image in events.Images("weights")] == [120, 240, 360, 480]
     image = PIL.Image.open(io.BytesIO(events.Images("weights")[0].encoded_image_string))
     assert image.size == (120, 4)
 
@@ -499,6 +513,39 @@ def test_environments_of_your_own_are_learned(name, env, is_compiled, tmp_path, 
     with closing(dqn_jax.make_envs(args, run, 2)) as envs:
         returns = cleanreplay.experiment.play_episodes(agent, run, params, envs, [])
     assert returns == pytest.approx([-0.9, -0.9])  # nine steps, the shortest way
+
+
+def test_each_agent_and_each_episode_has_its_own_pole(tmp_path, monkeypatch):
+    """Its length stays the same in an episode, and the pole moves as one of this length does."""
+    write_module("my_random_cartpole", tmp_path, monkeypatch)
+    run = dqn_jax.Run(env_id="my_random_cartpole:RandomCartPole-v0", num_seeds=2)
+    args = dqn_jax.Args(num_envs=3, train_frequency=300, end_e=1.0)
+    trainer = make_trainer(dqn_jax, args, run)
+    (_, lengths), *_ = [trainer.init().envs.inner]
+    assert len(np.unique(lengths)) == 6
+    assert ((lengths >= 0.25) & (lengths <= 1.0)).all()
+
+    envs = trainer.envs
+    state = envs.reset(jax.random.PRNGKey(0), 3)
+    params = jax.jit(trainer.agent.init)(jax.random.PRNGKey(0)).params
+    key = jax.random.PRNGKey(1)
+
+    def step(state, t):
+        keys = jax.random.split(jax.random.fold_in(key, t), 3)
+        after, (row, _) = envs.step(params, key, state, (t, keys, envs.initial(keys)))
+        return after, (state.inner, row, after.inner)
+
+    _, (before, row, after) = jax.lax.scan(step, state, jnp.arange(60))
+    resets = ~row.valid
+    assert resets.sum() > 3
+    np.testing.assert_array_equal(before[1][row.valid], after[1][row.valid])
+    assert (before[1][resets] != after[1][resets]).all()
+    cartpole = CartPoleFunctional()
+    for t, i in [(0, 0), (0, 1), (40, 2)]:
+        own = CartPoleParams(length=before[1][t, i])
+        wanted = cartpole.transition(before[0][t, i], row.action[t, i], key, own)
+        if row.valid[t, i]:
+            np.testing.assert_allclose(after[0][t, i], wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore")  # of Minari
@@ -648,8 +695,9 @@ SMALLER: dict[str, tuple[str, str]] = {
         "LENGTH = 10  # steps to the goal; a wrong action ends the episode\nSTEPS = 20_000",
         "LENGTH = 7\nSTEPS = 2_000",
     ),
+    "optuna": ("ROUNDS = 4\nPOINTS = 16  # of a round", "ROUNDS = 2\nPOINTS = 3"),
 }
-LONG = ("whole_episodes", "two_players", "relabelled")
+LONG = ("whole_episodes", "two_players", "relabelled", "optuna")
 PROGRAMS = {
     page.split("/")[-1].removesuffix(".md"): block
     for page in RECIPES
@@ -665,7 +713,7 @@ def test_recipes_run_as_they_stand(name):
         old, new = SMALLER[name]
         assert code.count(old) == 1
         code = code.replace(old, new)
-    for package in ("minari",):
+    for package in ("minari", "optuna"):
         if f"import {package}" in code:
             pytest.importorskip(package)
     if "environ" not in code and "jax.config" not in code:

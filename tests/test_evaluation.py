@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from environments import Chain
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
-from helpers import find_jax_env, make_agent, make_trainer, read_events
+from helpers import COUNTER, SMALL_DQN, find_jax_env, make_agent, make_trainer, read_events
 
 import dqn_jax
 import ppo_jax
@@ -204,3 +204,21 @@ def test_an_evaluation_cuts_its_episodes_off(env_id, capsys):
         returns = play(dqn_jax, agent, run, params, 3)
     assert "an evaluation cuts off episodes after 50 steps" in capsys.readouterr().out
     np.testing.assert_array_equal(returns, [50, 50, 50])
+
+
+def test_the_code_of_a_user_gets_the_parameters_and_the_returns(monkeypatch):
+    """Of an ordinary run, when an evaluation is due; without episodes there are no returns."""
+    seen = []
+
+    class Noted(dqn_jax.Log):
+        def at_evaluation(self, step, params, returns):
+            seen.append((step, jax.tree.map(np.array, params), returns.tolist()))
+
+    monkeypatch.setattr(dqn_jax, "Log", Noted)
+    args = dqn_jax.Args(**SMALL_DQN)
+    for episodes, returns in ((2, [3.0, 3.0]), (0, [])):
+        run = dqn_jax.Run(**COUNTER | dict(eval_episodes=episodes), eval_interval=120)
+        state, _, _ = dqn_jax.train(args, run)
+        assert [(step, got) for step, _, got in seen] == [(120, returns), (200, returns)]
+        jax.tree.map(np.testing.assert_array_equal, seen[-1][1], state.params)
+        seen.clear()

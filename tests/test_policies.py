@@ -194,7 +194,7 @@ def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     module, flags = SCRIPTS[name]
     returns = np.zeros((3, 2))  # of two episodes of each
     returns[best] = 1.0
-    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda trainer, params: (returns, returns))
+    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda *_: (returns, returns))
     args = module.Args(**flags | dict(num_envs=4))
     run = module.Run(**CHAIN, num_seeds=3)
     states, _, folder = module.train(args, run)

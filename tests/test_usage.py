@@ -211,8 +211,8 @@ MISTAKES = [
     ("--distributed auto", "distributed"),
     (
         "--num-seeds 2",
-        "num_seeds, num_devices, distributed: CartPole-v1 is not written in JAX; "
-        "start a run for each seed instead, see docs/scale.md",
+        "num_seeds, sweep, num_devices, distributed: CartPole-v1 is not written in JAX; "
+        "start a run for each agent instead, see docs/scale.md",
     ),
     ("--env-id environments:ChainWrapped-v0 --num-seeds 2", "num_seeds"),
     ("--env-id environments:Chain-v0 --num-devices 64", "num_devices"),

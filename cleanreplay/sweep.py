@@ -1,0 +1,171 @@
+"""Hyperparameters that differ between the agents of a compiled run: the flag --sweep.
+
+    --sweep learning_rate=1e-4,1e-3 gamma=0.95,0.99     # a grid: four settings
+    --sweep learning_rate:gamma=1e-4:0.95,1e-3:0.99     # two settings, each of two values
+
+Each setting is trained with each seed. The algorithm is not changed for this: inside the compiled
+program each agent is made from flags whose swept values are traced numbers.
+"""
+
+import itertools
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cleanreplay import usage
+from cleanreplay.errors import UsageError
+
+ALONE = "start a run for each value instead, see docs/scale.md"
+# Flags whose value in args.json is that of the whole run, and what they are of an agent alone.
+OF_ONE = {"num_seeds": 1, "sweep": ()}
+
+
+class Sweep:
+    """The agents of a run: first all seeds of the first setting, then those of the next one.
+
+    Without --sweep there is one setting, that of the flags. Raises UsageError for flags that cannot
+    be swept, or values that they cannot have.
+    """
+
+    def __init__(self, args: Any, run: Any) -> None:
+        self.args = args
+        self.run = run
+        self.settings = make_settings(run.sweep, args)
+        seeds = run.seed + np.arange(run.num_seeds)
+        self.seeds = np.tile(seeds, len(self.settings)).astype(np.uint32)  # [agents]
+        self.values = {  # of each swept flag, [agents]
+            name: np.repeat(np.array([x[name] for x in self.settings], np.float32), run.num_seeds)
+            for name in self.settings[0]
+        }
+        self.lost: set[int] = set()  # agents of a sweep whose numbers are not finite any more
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def of_agent(self, i: int) -> tuple[dict[str, float], int]:
+        """The values of agent `i`, and its seed."""
+        setting, seed = divmod(i, self.run.num_seeds)
+        return self.settings[setting], self.run.seed + seed
+
+    def first_left(self) -> int:
+        """The first agent whose numbers are finite."""
+        return min(set(range(len(self))) - self.lost)
+
+    def label(self, i: int) -> str:
+        """What a line calls agent `i`, such as `seed 1` or `gamma=0.99, seed 1`."""
+        values, seed = self.of_agent(i)
+        return ", ".join([*in_words(values), f"seed {seed}"])
+
+    def folder(self, run_folder: Path, i: int) -> Path:
+        """The folder of agent `i`. Without --sweep the first one has that of the run."""
+        values, seed = self.of_agent(i)
+        if values:
+            return run_folder / ",".join([*in_words(values), f"seed={seed}"])
+        return run_folder / f"seed_{seed}" if i > 0 else run_folder
+
+    def flags(self, i: int) -> tuple[dict, dict]:
+        """What flags of the experiment, and of the algorithm, agent `i` has of its own.
+
+        A run with these flags trains this agent alone.
+        """
+        values, seed = self.of_agent(i)
+        return OF_ONE | {"seed": seed}, values
+
+    def check(self, trace: Callable) -> None:
+        """Raises UsageError for a flag that has one value in a compiled program.
+
+        `trace(values)` makes an agent with these values and returns what it has learned.
+        """
+        for name in self.values:
+            try:
+                program = jax.make_jaxpr(trace)({name: np.float32(1)}).jaxpr
+            except (jax.errors.JAXTypeError, TypeError) as error:
+                why = "a shape, a number of steps or a branch of the program depends on it"
+                text = f"sweep: {name} has one value in a program, because {why}: {place(error)}"
+                raise UsageError(f"{text}; {ALONE}") from error
+            used = [x for equation in program.eqns for x in equation.invars]
+            if not any(x is program.invars[0] for x in [*used, *program.outvars]):
+                raise UsageError(f"sweep: {name} changes nothing in a run with the other flags")
+
+
+def in_words(values: dict[str, float]) -> list[str]:
+    """Flags with their values, such as gamma=0.99."""
+    return [f"{name}={value:g}" for name, value in values.items()]
+
+
+def replace_args(make_agent: partial, values: dict) -> partial:
+    """`make_agent`, whose first argument is Args, with these values of some flags."""
+    args, *rest = make_agent.args
+    return partial(make_agent.func, replace(args, **values), *rest, **make_agent.keywords)
+
+
+def make_settings(items: Sequence[str], args: Any) -> list[dict[str, float]]:
+    """The values of each setting; the last item changes fastest. One, without values, of no items.
+
+    UsageError if a flag is there twice, or a setting.
+    """
+    lists = [read_item(item, args) for item in items]
+    names = [name for points in lists for name in points[0]]
+    settings = [
+        {name: x for point in points for name, x in point.items()}
+        for points in itertools.product(*lists)
+    ]
+    labels = [", ".join(in_words(setting)) for setting in settings]
+    for what in (names, labels):
+        for name in what:
+            if what.count(name) > 1:
+                raise UsageError(f"sweep: {name} is there twice")
+    return settings
+
+
+def read_item(item: str, args: Any) -> list[dict[str, float]]:
+    """The points of an item of --sweep, such as gamma=0.9,0.99 or gamma:tau=0.9:1,0.99:0.5."""
+    left, equals, right = item.partition("=")
+    names = [name.replace("-", "_") for name in left.split(":")]
+    points = [point.split(":") for point in right.split(",")]
+    if not equals or any(len(point) != len(names) for point in points):
+        expected = "gamma=0.9,0.99, or two flags together as gamma:tau=0.9:1,0.99:0.5"
+        raise UsageError(f"sweep: {item} must be written as {expected}")
+    for name in names:
+        check_name(name, args)
+    return [
+        {name: read_value(name, text, args) for name, text in zip(names, point, strict=True)}
+        for point in points
+    ]
+
+
+def check_name(name: str, args: Any) -> None:
+    """Raises UsageError if there is no such flag of the algorithm, or if it is no float."""
+    types = {field.name: field.type for field in fields(args)}
+    if name not in types:
+        near = get_close_matches(name, types, 1)
+        hint = f": {near[0]}?" if near else ""
+        raise UsageError(f"sweep: {name} is no flag of the algorithm{hint}")
+    if types[name] not in (float, float | None):
+        what = getattr(types[name], "__name__", types[name])
+        raise UsageError(f"sweep: {name} is of type {what}, and only floats can be swept; {ALONE}")
+
+
+def read_value(name: str, text: str, args: Any) -> float:
+    """A value of a flag. UsageError if it is no number, or beyond the limits of the flag."""
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise UsageError(f"sweep: {name} must be a number, not {text!r}") from error
+    usage.check_flag(name, value, float)
+    return value
+
+
+def place(error: Exception) -> str:
+    """The line of a script, or of this package, in which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "site-packages" not in frame.filename]
+    last = (ours or frames)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}: {last.line}"
