@@ -33,7 +33,7 @@ def begun(script, args, run):
     """The State that a run with --init-from begins with."""
     agent = make_agent(script, args, run)
     state = jax.jit(agent.init)(jax.random.PRNGKey(99))
-    return agent, checkpoints.start_from(args.init_from, state, agent.learned)
+    return agent, checkpoints.start_from(args.init_from, state, agent)
 
 
 def trained(script, flags, run):
