@@ -79,7 +79,7 @@ class Args:
     her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
     offline_data: str = ""  # a run with --save-experience, a vault, or minari:NAME, to draw from
     offline_fraction: float = 0.5  # part of a batch that is drawn from offline-data
-    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
+    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 

@@ -80,7 +80,7 @@ class Args:
     normalize_rewards: Choice = "auto"  # by the deviation of the return; auto: with Box actions
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
-    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
+    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
 
 
 class ActorCritic(nn.Module):

@@ -85,7 +85,7 @@ class Args:
     importance_exponent: float = 0.0  # beta of the importance weights; 0: none, as in the paper
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
-    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
+    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 

@@ -1,7 +1,7 @@
 """Shows how a trained agent acts, in a window or as a file.
 
-    python -m cleanreplay.watch runs/CartPole-v1__dqn_jax__1__1795189555123456
-    python -m cleanreplay.watch best.safetensors --output agent.mp4 --episodes 3
+python -m cleanreplay.watch runs/CartPole-v1__dqn_jax__1__1795189555123456
+python -m cleanreplay.watch best.safetensors --output agent.mp4 --episodes 3
 """
 
 import colorsys
@@ -44,7 +44,7 @@ def watch(flags: Flags) -> list[float]:
     mode = "rgb_array" if output else "human"
     envs, draw = make_drawn(agent, script, args, run, mode)
     with closing(envs):
-        fps = envs.metadata.get("render_fps", 30)
+        fps = envs.metadata.get("render_fps", 15)
         every = max(1, round(fps / MOST_FRAMES))
         frames: list = []
         returns = []
@@ -95,14 +95,18 @@ def make_drawn(agent: Any, script: Any, args: Any, run: Any, mode: str) -> tuple
         envs.reset()
         if mode == "human":  # a step draws it
             return envs, lambda observation: None
-        resized(envs.render()[0])
+        if envs.render()[0] is None:
+            raise ValueError("it renders nothing")
         return envs, lambda observation: resized(envs.render()[0])
     except Exception as error:
         if not images.are_images(jax.ShapeDtypeStruct((1, *example.shape), example.dtype)):
-            text = f"{run.env_id} cannot be drawn: {images.with_hint(error)}"
+            why = f"{type(error).__name__}: {images.with_hint(error)}"
+            text = f"{run.env_id} cannot be drawn: it needs the render mode {mode} ({why})"
             raise UsageError(text) from error
     if mode == "human":
-        raise UsageError(f"{run.env_id} has no window: --output agent.gif draws what the agent sees")
+        raise UsageError(
+            f"{run.env_id} has no window: --output agent.gif draws what the agent sees"
+        )
     tqdm.write(f"{run.env_id} does not render: it is drawn as the agent sees it")
     return script.make_envs(args, run, 1), lambda observation: resized(as_picture(observation))
 
@@ -136,7 +140,7 @@ def as_picture(observation: Any) -> np.ndarray:
         hues = np.arange(x.shape[-1]) / x.shape[-1]
         colours = np.array([colorsys.hsv_to_rgb(hue, 0.7, 1.0) for hue in hues])
         last = x.shape[-1] - 1 - x[..., ::-1].argmax(axis=-1)
-        return np.uint8(255 * colours[last] * x.any(axis=-1, keepdims=True))
+        return (255 * colours[last] * x.any(axis=-1, keepdims=True)).astype(np.uint8)
     return x if x.shape[-1] == 3 else np.repeat(x[..., -1:], 3, axis=-1)
 
 
