@@ -17,7 +17,7 @@ errors, hyperparameters for classic control. If a time limit truncates, the targ
 # dependencies = [
 #     "jax>=0.7,!=0.11.1", "jaxlib>=0.7,!=0.11.1", "flax>=0.11", "optax>=0.2.5",
 #     "gymnasium[classic-control]>=1.1", "numpy>=1.26", "tyro>=0.9.2", "tensorboard>=2.18",
-#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72",
+#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72", "safetensors>=0.5",
 # ]
 # ///
 
@@ -92,7 +92,7 @@ class Args:
     her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
     offline_data: str = ""  # a run with --save-experience, a vault, or minari:NAME, to draw from
     offline_fraction: float = 0.5  # part of a batch that is drawn from offline-data
-    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
+    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 

@@ -19,7 +19,7 @@ largest priority for new windows, no last reward as input, hyperparameters for s
 # dependencies = [
 #     "jax>=0.7,!=0.11.1", "jaxlib>=0.7,!=0.11.1", "flax>=0.11", "optax>=0.2.5",
 #     "gymnasium[classic-control]>=1.1", "numpy>=1.26", "tyro>=0.9.2", "tensorboard>=2.18",
-#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72",
+#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72", "safetensors>=0.5",
 # ]
 # ///
 
@@ -95,7 +95,7 @@ class Args:
     importance_exponent: float = 0.0  # beta of the importance weights; 0: none, as in the paper
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
-    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
+    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 

@@ -20,7 +20,7 @@ B: batch size. A: number of discrete actions, or dimension of a Box action.
 # dependencies = [
 #     "jax>=0.7,!=0.11.1", "jaxlib>=0.7,!=0.11.1", "flax>=0.11", "optax>=0.2.5",
 #     "gymnasium[classic-control]>=1.1", "numpy>=1.26", "tyro>=0.9.2", "tensorboard>=2.18",
-#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72",
+#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72", "safetensors>=0.5",
 # ]
 # ///
 
@@ -95,7 +95,7 @@ class Args:
     normalize_rewards: Choice = "yes"  # by the deviation of the return; auto: with Box actions
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
-    init_from: str = ""  # folder of a run: begins with what its newest checkpoint had learned
+    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
 
 
 class ActorCritic(nn.Module):

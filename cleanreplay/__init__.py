@@ -3,6 +3,8 @@
     experiment    a run that is saved, resumed, evaluated and recorded
     keeper        the folder of a run: its flags, its lock, what is saved, how it ends
     checkpoints   saves and restores the state of training, and loads trained agents
+    agent_file    an agent in one file, which can be read without this package
+    watch         shows a trained agent, as a program
     usage         errors in flags, and the flags of a run that is resumed
     tracking      flags in TensorBoard, Weights & Biases, where a run comes from
     compiled      trains in environments written in JAX, and many agents at once
@@ -13,6 +15,7 @@
     draws         batches with other goals (goals) and with data that were there before (offline)
     success       which episodes succeeded, in environments that say it
     spaces        the spaces that an agent is made for
+    trees         names, shapes and checksums of the arrays of a pytree
     memory_tasks  two environments that take memory
     bit_flipping  an environment with goals
 
@@ -62,13 +65,14 @@ def __getattr__(name: str) -> Any:
     return importlib.import_module(f"cleanreplay.{name}")
 
 
-def load_policy(folder: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
-    """Loads the best agent of a run, as a function from observations [N, ...] to actions [N, ...].
+def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
+    """Loads an agent, as a function from observations [N, ...] to actions [N, ...].
 
-    It does not explore. An agent with a memory is also told where episodes begin, as in
+    `place` is the folder of a run, whose best agent it is, or the file of an agent. It does not
+    explore. An agent with a memory is also told where episodes begin, as in
     `policy(observations, is_first)`. `script` is the file that trained it, if it was moved.
-    UsageError if the folder or the script is not there, or does not fit.
+    UsageError if the agent or the script is not there, or does not fit.
     """
     from cleanreplay import checkpoints
 
-    return checkpoints.load_policy(folder, script)
+    return checkpoints.load_policy(place, script)

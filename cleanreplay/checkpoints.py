@@ -2,38 +2,35 @@
 
 The folder of a run keeps the newest two checkpoints. Each, `checkpoints/STEP`, has the whole state
 of training (item `state`), the parameters to act with (`params`) and the returns of the last
-episodes (`recent`). `best/STEP` has the parameters that did best in an evaluation.
+episodes (`recent`). The agent that did best in an evaluation is a file, see `agent_file`.
 """
 
 import errno
 import importlib.util
 import logging
-import math
 import re
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.tree_util import keystr, tree_leaves_with_path
 from tqdm import tqdm
 
-from cleanreplay import files, spaces, usage
+from cleanreplay import agent_file, files, spaces, trees, usage
 from cleanreplay.agents import Script
 from cleanreplay.errors import UsageError
 from cleanreplay.packed import pack
 
+COPIED = 100_000_000  # bytes of the largest state that is copied and written in a thread
 RECENT = ocp.args.Composite(recent=ocp.args.JsonRestore())
 
 
@@ -43,49 +40,54 @@ class Checkpoints:
     def __init__(self, folder: Path | str, saves: bool = True) -> None:
         self.folder = Path(folder).absolute()
         self.saves = saves
-        # Training overwrites the state that is saved, so saving cannot go on in the background.
-        options = ocp.CheckpointManagerOptions(create=saves, enable_async_checkpointing=False)
-        latest = replace(options, max_to_keep=2)
-        best = replace(options, max_to_keep=1, best_fn=lambda metrics: metrics["return"])
-        self.latest = ocp.CheckpointManager(self.folder / "checkpoints", options=latest)
-        self.best = ocp.CheckpointManager(self.folder / "best", options=best)
+        self.thread = ThreadPoolExecutor(1)
+        self.writing: Future | None = None
+        options = ocp.CheckpointManagerOptions(
+            create=saves, max_to_keep=2, enable_async_checkpointing=False
+        )
+        self.latest = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
 
     def save(self, step: int, state: Any, params: Any, recent_returns: Sequence) -> None:
-        """Saves the state of training after `step`."""
+        """Saves the state of training after `step`, unless there is a checkpoint of this step.
+
+        A small state is copied, because training overwrites it, and a thread writes the copy. An
+        error in the thread is raised by the next `save` or `wait`.
+        """
+        self.wait()
+        if not self.saves or step == 0 or step in self.latest.all_steps():
+            return
+        size = sum(x.nbytes for x in jax.tree.leaves(state))
+        is_copied = size <= COPIED and jax.process_count() == 1
+        if is_copied:
+            state, params = jax.tree.map(lambda x: x.copy(), (state, params))
+        self.writing = self.thread.submit(self.write, step, state, params, list(recent_returns))
+        if not is_copied:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is written. UsageError if the disk is full."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
+
+    def write(self, step: int, state: Any, params: Any, recent_returns: list) -> None:
+        """Writes a checkpoint. UsageError if the disk is full."""
         about = {
             "returns": [float(x) for x in recent_returns],
-            "checksums": {"state": checksums(state), "params": checksums(params)},
+            "checksums": {"state": trees.checksums(state), "params": trees.checksums(params)},
         }
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
             params=ocp.args.StandardSave(params),
             recent=ocp.args.JsonSave(about),
         )
-        self.write(self.latest, step, items)
-
-    def save_if_best(self, step: int, params: Any, score: float, own: dict | None = None) -> None:
-        """Keeps these parameters to act with, if no earlier ones had this score or a higher one.
-
-        `own` are the flags of the algorithm in which this agent differs from args.json.
-        """
-        best_step = self.best.best_step()
-        is_better = best_step is None or score > self.best.metrics(best_step)["return"]
-        if math.isfinite(score) and is_better:
-            items = ocp.args.Composite(params=ocp.args.StandardSave(params))
-            metrics = {"return": float(score), "checksums": checksums(params), "args": own or {}}
-            self.write(self.best, step, items, metrics=metrics)
-
-    def write(self, manager: Any, step: int, items: Any, **metrics: Any) -> None:
-        """Writes a checkpoint, unless there is one of this step. UsageError if the disk is full."""
-        if not self.saves or step == 0 or step in manager.all_steps():
-            return
         silence_orbax(True)
         try:
-            manager.save(step, args=items, force=True, **metrics)
+            self.latest.save(step, args=items, force=True)
         except Exception as error:
             if files.is_full(error):  # it stays silent: it would log more when it is freed
                 end_threads()
-                raise UsageError(f"no space left on the disk of {manager.directory}") from error
+                raise UsageError(f"no space left on the disk of {self.latest.directory}") from error
             silence_orbax(False)
             raise
         silence_orbax(False)
@@ -135,29 +137,33 @@ class Checkpoints:
         multihost_utils.sync_global_devices(f"moved {step}")
         self.latest.reload()
 
-    def best_params(self, params: Any) -> Any:
-        """The best parameters to act with, or without an evaluation the newest ones.
+    def old_best(self) -> tuple[Any, int | None, dict]:
+        """The best agent of an old version, in `best/STEP`: its manager, step and metrics."""
+        if not (self.folder / "best").is_dir():
+            return None, None, {}
+        options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["return"])
+        manager = ocp.CheckpointManager(self.folder / "best", options=options)
+        step = manager.best_step()
+        return manager, step, {} if step is None else manager.metrics(step)
 
-        `params` has their shapes. UsageError if they are damaged.
+    def params(self, like: Any) -> Any:
+        """The parameters to act with: the best ones of an old version, otherwise the newest.
+
+        `like` has their shapes. UsageError if they are damaged.
         """
-        manager, step = self.best, self.best.best_step()
+        manager, step, metrics = self.old_best()
         try:
             if step is None:
                 manager, step = self.latest, self.latest_step()
                 sums = self.about(step)["checksums"]["params"]
             else:
-                sums = manager.metrics(step).get("checksums", {})
-            return read(manager, step, "params", params, sums)
+                sums = metrics.get("checksums", {})
+            return read(manager, step, "params", like, sums)
         except UsageError:
             raise
         except Exception as error:
             text = f"{manager.directory / str(step)} cannot be read: {first_line(error)}"
             raise UsageError(text) from error
-
-    def best_flags(self) -> dict:
-        """The flags of the algorithm in which the best agent differs from args.json."""
-        step = self.best.best_step()
-        return {} if step is None else self.best.metrics(step).get("args", {})
 
     def latest_step(self) -> int:
         """The step of the newest checkpoint."""
@@ -186,27 +192,6 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def names(tree: Any) -> list[str]:
-    """The name of each leaf, such as params.Dense_0.bias."""
-    return [keystr(path, simple=True, separator=".") for path, _ in tree_leaves_with_path(tree)]
-
-
-def by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their names."""
-    return dict(zip(names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def checksums(tree: Any) -> dict[str, int]:
-    """A checksum of each leaf, by its name. Without those that other hosts have a part of."""
-    sums = {}
-    for name, x in by_name(tree).items():
-        if getattr(x, "is_fully_addressable", True) or x.is_fully_replicated:
-            x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-            data: Any = np.asarray(x).reshape(-1).view(np.uint8)
-            sums[name] = zlib.crc32(data)
-    return sums
-
-
 def is_of_the_machine(error: Exception) -> bool:
     """Whether an error of reading is about memory, files or rights, and not about contents."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -231,14 +216,14 @@ def read(
     """
     folder = manager.directory / str(step) / item
     saved = ocp.StandardCheckpointHandler().metadata(folder).tree
-    shapes, leaves = by_name(saved), by_name(wanted)
+    shapes, leaves = trees.by_name(saved), trees.by_name(wanted)
     there, here = (
         {
             name: x.shape for name, x in tree.items() if not name.endswith("num_updates")
         }  # of old runs
         for tree in (shapes, leaves)
     )
-    check_shapes(f"{folder} is of another script or version", there, here)
+    trees.check_shapes(f"{folder} is of another script or version", there, here)
     where = jax.tree.leaves(wanted)[0].sharding
     others = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for name, x in shapes.items()
@@ -247,41 +232,56 @@ def read(
     args = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
     restored = manager.restore(step, args=args)[item]
     found = dict(zip(shapes, jax.tree.leaves(restored), strict=True))
-    check_sums(found, sums)
+    trees.check_sums(found, sums)
     return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in leaves])
 
 
-def start_from(folder: str, state: Any, learned: Callable) -> Any:
-    """A new State, or RunnerState of compiled.py, that begins with what another run has learned.
+def start_from(source: str, state: Any, agent: Any) -> Any:
+    """A new State, or RunnerState of compiled.py, that begins with what another agent has learned.
 
-    `learned(state)` is the part that is taken, with () for what is not. Of several agents in
-    `folder` the first is taken by the first here, and so on; of too few all in turn. UsageError if
-    the newest checkpoint of the run has other shapes, or cannot be read.
+    `source` is the file of an agent, or the folder of a run, of which the newest checkpoint is
+    taken. Of several agents there the first is taken by the first here, and so on; of too few all
+    in turn. UsageError if it has other shapes, or cannot be read.
+    """
+    before = getattr(state, "agent", state)
+    for_several = before is not state
+    if Path(source).is_file():
+        found, has_several, when = agent_file.read_into_state(Path(source), agent), False, ""
+    else:
+        found, has_several, step = read_newest(source, before, agent, for_several)
+        when = f", as it was after {step:,} steps"
+
+    def fitting(like: jax.Array, x: np.ndarray) -> jax.Array:
+        x = x if has_several else x[None]
+        rows = np.arange(len(like)) % len(x) if for_several else 0
+        return jax.device_put(x[rows].astype(like.dtype), like.sharding)
+
+    leaves = trees.by_name(before, "/")
+    taken = [fitting(x, found[name]) if name in found else x for name, x in leaves.items()]
+    after = jax.tree.unflatten(jax.tree.structure(before), taken)
+    tqdm.write(f"starts from {source}{when}")
+    return state._replace(agent=after) if for_several else after
+
+
+def read_newest(folder: str, state: Any, agent: Any, for_several: bool) -> tuple[dict, bool, int]:
+    """What the newest checkpoint of a run has learned, by the names of the leaves of a State.
+
+    Also whether it is of several agents, and its step.
     """
     saver = Checkpoints(folder, saves=False)
     step = saver.latest.latest_step()
     if step is None:
         raise UsageError(f"init_from: {saver.latest.directory} has no checkpoint")
-    agent = getattr(state, "agent", state)
-    leaves, wanted = by_name(agent), by_name(learned(agent))
+    leaves, wanted = trees.by_name(state), trees.by_name(agent.learned(state))
     try:
-        found, has_several = read_learned(saver, step, leaves, wanted, agent is not state)
+        found, has_several = read_learned(saver, step, leaves, wanted, for_several)
     except UsageError:
         raise
     except Exception as error:
         where = saver.latest.directory / str(step)
         raise UsageError(f"init_from: {where} cannot be read: {first_line(error)}") from error
-
-    def fitting(name: str, like: jax.Array) -> jax.Array:
-        x = found[name]
-        x = x if has_several else x[None]
-        rows = np.arange(len(like)) % len(x) if agent is not state else 0
-        return jax.device_put(x[rows].astype(like.dtype), like.sharding)
-
-    taken = [fitting(name, x) if name in wanted else x for name, x in leaves.items()]
-    agent = jax.tree.unflatten(jax.tree.structure(agent), taken)
-    tqdm.write(f"starts from {folder}, as it was after {step:,} steps")
-    return state._replace(agent=agent) if hasattr(state, "agent") else agent
+    as_in_files = dict(zip(leaves, trees.names(state, "/"), strict=True))
+    return {as_in_files[name]: found[name] for name in wanted}, has_several, step
 
 
 def read_learned(
@@ -299,33 +299,17 @@ def read_learned(
     saved = {field: part for field, part in saved.items() if field in fields}
     shapes = {
         name: x.shape[of_several:]
-        for name, x in by_name(saved).items()
+        for name, x in trees.by_name(saved).items()
         if name in wanted or name not in leaves
     }
     here = {name: x.shape[for_several:] for name, x in wanted.items()}
-    check_shapes(f"init_from: {path} is of another network or script", shapes, here)
+    trees.check_shapes(f"init_from: {path} is of another network or script", shapes, here)
     arrays = read_arrays(path, {"agent": saved} if of_several else saved)
-    found = by_name(arrays["agent"] if of_several else arrays)
+    found = trees.by_name(arrays["agent"] if of_several else arrays)
     prefix = "agent." if of_several else ""
     named_as_saved = {prefix + name: x for name, x in found.items()}
-    check_sums(named_as_saved, saver.about(step)["checksums"]["state"])
+    trees.check_sums(named_as_saved, saver.about(step)["checksums"]["state"])
     return found, of_several
-
-
-def check_shapes(what: str, there: dict, here: dict) -> None:
-    """Raises UsageError if leaves have other names or shapes in a checkpoint than in this run."""
-    # Parameters first: their names say more than those of the optimizer.
-    for name in sorted(here | there, key=lambda name: "params" not in name):
-        if there.get(name) != here.get(name):
-            shapes = [tree.get(name, "missing") for tree in (there, here)]
-            raise UsageError(f"{what}: {name} is {shapes[0]} there, {shapes[1]} here")
-
-
-def check_sums(found: dict, sums: dict[str, int]) -> None:
-    """Raises ValueError if the checksum of a leaf is another than in `sums`, if it is there."""
-    for name, number in checksums(found).items():
-        if sums.get(name, number) != number:
-            raise ValueError(f"{name} has another checksum than when it was saved")
 
 
 def read_arrays(path: Path, saved: Any) -> Any:
@@ -355,21 +339,41 @@ def truncate_episodes(replay: Any) -> Any:
     return replay._replace(storage=steps)
 
 
-def load_policy(folder: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
-    """See `cleanreplay.load_policy`."""
-    saved = usage.read_run(folder)
+class Loaded(NamedTuple):
+    """A trained agent."""
+
+    agent: Any  # an `agents.Agent`
+    params: Any  # those of its `act`
+    script: Script  # the module that trained it
+    args: Any  # flags of the algorithm
+    run: Any  # flags of the experiment
+    observation_space: Any
+
+
+def load_agent(place: Path | str, script: Path | str = "") -> Loaded:
+    """The best agent of a run, or that of a file."""
+    saved = usage.read_run(place)
     module = import_script(Path(script or saved["script"]))
-    run, args = usage.read_flags(folder, module.Run, module.Args)
-    saver = Checkpoints(folder, saves=False)
-    args = replace(args, **saver.best_flags())
+    file = agent_file.find(place)
+    run, args = usage.read_flags(file or place, module.Run, module.Args)
     usage.check_flags(args, run)
     observation_space, action_space = spaces_of(saved, partial(module.make_envs, args, run), run)
     agent = module.Agent(args, observation_space, action_space)
-    like = jax.jit(lambda key: agent.policy_params(agent.init(key)))(jax.random.PRNGKey(0))
-    params = saver.best_params(like)
+    if file:
+        params = agent_file.read_params(file, agent)
+    else:
+        like = jax.jit(lambda key: agent.policy_params(agent.init(key)))(jax.random.PRNGKey(0))
+        params = Checkpoints(place, saves=False).params(like)
+    return Loaded(agent, params, module, args, run, observation_space)
+
+
+def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
+    """See `cleanreplay.load_policy`."""
+    loaded = load_agent(place, script)
+    agent, params = loaded.agent, loaded.params
     act = agent.policy(params)
     example = agent.example_step.observation
-    layout = getattr(observation_space, "layout", ())
+    layout = getattr(loaded.observation_space, "layout", ())
 
     def policy(observations: Any, *is_first: Any) -> np.ndarray:
         observations = as_observations(observations, example, layout)
@@ -428,6 +432,7 @@ def import_script(file: Path) -> Script:
     module: Any = sys.modules.get(file.stem)
     if module is not None and Path(module.__file__ or "").absolute() == file.absolute():
         return module
+    file = file if file.is_file() else Path(file.name)  # in the working directory
     if not file.is_file():
         raise UsageError(f"there is no script {file}: say where, as in load_policy(folder, script)")
     spec: Any = importlib.util.spec_from_file_location(file.stem, file)

@@ -619,7 +619,7 @@ def write_own_flags(sweep: Sweep, keeper: Keeper, folder: Path, i: int) -> tuple
     if jax.process_index() == 0:
         about = usage.read_run(keeper.folder)
         flags = {"run": about["run"] | run_flags, "args": about["args"] | args_flags}
-        files.write_whole(folder / "args.json", usage.to_json(about | flags))
+        files.write_whole(folder / "args.json", usage.to_json(about | flags).encode())
     return run_flags, args_flags
 
 

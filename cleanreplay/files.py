@@ -1,6 +1,7 @@
 """Files that others may read or write at the same time."""
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,17 @@ def is_full(error: BaseException) -> bool:
     return has_number or "no space left" in text or "quota exceeded" in text
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_whole(file: Path, data: bytes) -> None:
     """Replaces a file. A process that is killed leaves the old one or the new one."""
     new = file.with_name(f".{file.name}.new")
-    new.write_text(text)
-    new.replace(file)
+    try:
+        with new.open("wb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())  # or a power failure could leave an empty one
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)  # there is one if the disk is full
 
 
 def lock(file: Any, where: Path) -> bool:

@@ -318,7 +318,12 @@ def check_video(make_envs: Callable) -> None:
     except ModuleNotFoundError as error:
         raise UsageError(f"capture_video: pip install {error.name}") from error
     except Exception as error:
-        hint = " (MuJoCo without a screen: set MUJOCO_GL=egl or MUJOCO_GL=osmesa)"
-        is_mujoco = "OpenGL" in str(error) or "GLFW" in str(error) or "gladLoadGL" in str(error)
-        text = f"capture_video: cannot record a video: {error}{hint if is_mujoco else ''}"
+        text = f"capture_video: cannot record a video: {with_hint(error)}"
         raise UsageError(text) from error
+
+
+def with_hint(error: Exception) -> str:
+    """What an error of rendering says, and what helps in MuJoCo."""
+    is_mujoco = any(word in str(error) for word in ("OpenGL", "GLFW", "gladLoadGL"))
+    hint = " (MuJoCo without a screen: set MUJOCO_GL=egl or MUJOCO_GL=osmesa)"
+    return f"{error}{hint if is_mujoco else ''}"

@@ -1,6 +1,7 @@
 """The folder of a run: its flags, its lock, what is saved in it, and how the run ends."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from cleanreplay import agents, files, offline, terminal, tracking, usage
+from cleanreplay.agent_file import BestAgent
 from cleanreplay.checkpoints import Checkpoints, start_from
 from cleanreplay.errors import NotFiniteError, UsageError
 
@@ -52,6 +54,7 @@ class Keeper(AbstractContextManager):
         self.first_step = 0  # of the start or the resume
         self.recent_returns: list = []  # those that were restored
         self.vault: Any = None  # the experience on disk, with --save-experience
+        self.best: BestAgent | None = None  # None with --checkpoint-interval 0
         self.on_exit = ExitStack()
         args = agent.args
         if any(sign in folder.as_posix() for sign in "[\\"):  # Orbax takes them for a pattern
@@ -82,16 +85,18 @@ class Keeper(AbstractContextManager):
         if run.track and run.resume:
             self.begin_tracking()
         self.checkpoints = Checkpoints(self.folder, saves=run.checkpoint_interval > 0)
+        self.on_exit.callback(self.checkpoints.wait)
         state = init()
         if run.resume:
             state = on_resume(self.restore(state))
         elif source := getattr(self.agent.args, "init_from", ""):
-            state = start_from(source, state, self.agent.learned)
+            state = start_from(source, state, self.agent)
         if getattr(self.agent.args, "offline_data", ""):
             state = offline.add_to(state, self.agent, run, self.env_spaces)
         self.vault = open_vault(self.agent, run, self.folder, self.script)
         if is_first_process:
             self.write_flags()
+        self.best = self.best_so_far()
         if run.track:
             self.on_exit.callback(tracking.log_videos, self.folder, self.first_step)
         return state
@@ -109,14 +114,25 @@ class Keeper(AbstractContextManager):
         self.first_step, state, self.recent_returns = self.checkpoints.restore(state)
         return state
 
-    def write_flags(self) -> None:
-        """Writes args.json, and adds to run.json."""
+    def flags(self) -> str:
+        """What args.json has."""
         args = usage.with_absolute_places(vars(self.agent.args))
         flags = {"run": vars(self.before[0]), "args": args}
         about = {"script": str(self.script), "spaces": self.env_spaces}
-        text = usage.to_json(about | flags)
-        files.write_whole(self.folder / "args.json", text)
+        return usage.to_json(about | flags)
+
+    def write_flags(self) -> None:
+        """Writes args.json, and adds to run.json."""
+        files.write_whole(self.folder / "args.json", self.flags().encode())
         tracking.write_origin(self.folder, self.first_step, self.script)
+
+    def best_so_far(self) -> BestAgent | None:
+        """The file of the best agent; None with --checkpoint-interval 0."""
+        if self.run.checkpoint_interval == 0:
+            return None
+        _, _, metrics = self.checkpoints.old_best()
+        score = metrics.get("return", -math.inf)
+        return BestAgent(self.folder, self.agent, json.loads(self.flags()), score)
 
     def write_header(self, writer: Any, own: dict[str, Any] | None = None) -> None:
         """Writes the flags to the event file of an agent, with those that are its `own`."""
@@ -135,7 +151,8 @@ class Keeper(AbstractContextManager):
 
         `own` are the flags of the algorithm in which this agent differs from args.json.
         """
-        self.checkpoints.save_if_best(step, params, score, own or {})
+        if self.best is not None and jax.process_index() == 0:
+            self.best.save_if_better(step, params, score, own or {})
 
     def write_experience(self, state: Any) -> None:
         """Appends what is new in the replay to the vault, with --save-experience.

@@ -93,7 +93,7 @@ def write_origin(folder: Path, begin: int, script: Path) -> None:
             "versions": {name: version(name) for name in PACKAGES},
         }
     )
-    files.write_whole(file, json.dumps(starts, indent=1))
+    files.write_whole(file, json.dumps(starts, indent=1).encode())
 
 
 def read_origin(file: Path) -> list:

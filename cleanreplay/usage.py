@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from cleanreplay import processes, terminal
+from cleanreplay import agent_file, processes, terminal
 from cleanreplay.errors import UsageError
 
 INT32 = 2**31 - 1
@@ -258,32 +258,36 @@ def cgroup_places() -> list[str]:
     return ["", *(line.split(":", 2)[2].lstrip("/") for line in lines)]
 
 
-def read_run(folder: Path | str) -> dict:
-    """What the folder of a run says of it: flags `run` and `args`, and the file of the `script`."""
+def read_run(place: Path | str) -> dict:
+    """What the folder of a run, or the file of an agent, says of it: flags `run` and `args`, and
+    the file of the `script`.
+    """
+    if Path(place).is_file():
+        return agent_file.read_about(place)
     try:
-        text = Path(folder, "args.json").read_text()
+        text = Path(place, "args.json").read_text()
         saved = json.loads(text)
         saved = {"run": dict(saved["run"]), "args": dict(saved["args"])} | saved
         return {"script": f"{saved['run']['exp_name']}.py"} | saved  # old runs do not say it
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = "is not the folder of a run, which a script makes in runs/ and has args.json"
-        raise UsageError(f"{folder} {text}") from error
+        raise UsageError(f"{place} {text}") from error
 
 
-def read_flags(folder: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
-    """The flags of the run in `folder`, as `Run` and `Args` of its script.
+def read_flags(place: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
+    """The flags of a run, or of an agent in a file, as `Run` and `Args` of its script.
 
     Flags that are newer than the run have their default values.
     """
-    saved = read_run(folder)
+    saved = read_run(place)
     run, args = saved["run"], saved["args"]
     if run.get("env_id", "").startswith("memory_tasks:"):  # before it was in this package
         run["env_id"] = f"cleanreplay.{run['env_id']}"
     unknown = (run.keys() - vars(run_class()).keys()) | (args.keys() - vars(args_class()).keys())
     if unknown:
         text = f"is a run of another script, which has {', '.join(sorted(unknown))}"
-        how = f"if this script had the flags once, delete them from {Path(folder, 'args.json')}"
-        raise UsageError(f"{folder} {text}: {how}")
+        how = f"if this script had the flags once, delete them from {Path(place, 'args.json')}"
+        raise UsageError(f"{place} {text}: {how}")
     if args.get("target_kl") == math.inf:  # in old runs
         args["target_kl"] = None
     run = from_json(run | {"distributed": ""}, run_class)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 from dataclasses import replace
@@ -167,6 +168,61 @@ def test_what_is_saved_is_what_train_returns():
     assert int(saved.replay.size) == 100  # rows of two environments
     # Two environments end episodes of 2, 3, 4 and 5 steps, and as many rewards of 1, 2, ...
     assert recent[:8] == [3.0, 3.0, 6.0, 6.0, 10.0, 10.0, 15.0, 15.0]
+
+
+def run_of_dqn():
+    """The State of a new DQN, and what saves it."""
+    agent = make_agent(dqn_jax, dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
+    return jax.jit(agent.init)(jax.random.PRNGKey(0)), checkpoints.Checkpoints("run")
+
+
+def test_a_checkpoint_that_is_written_later_is_of_its_own_step(monkeypatch):
+    """Training overwrites the state before the thread begins to write."""
+    state, saver = run_of_dqn()
+    wanted = jax.tree.map(np.array, state)
+    write = checkpoints.Checkpoints.write
+    overwritten = threading.Event()
+
+    def write_late(*given):
+        assert overwritten.wait(timeout=20)
+        write(*given)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "write", write_late)
+    saver.save(100, state, state.params, [])
+    like = jax.tree.map(jnp.zeros_like, state)
+    for x in jax.tree.leaves(state):
+        x.delete()
+    overwritten.set()
+    saver.wait()
+    step, saved, _ = saver.restore(like)
+    assert step == 100
+    assert_equal_trees(saved, wanted)
+
+
+def test_a_state_that_is_too_large_to_be_copied_is_written_at_once(monkeypatch):
+    state, saver = run_of_dqn()
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    monkeypatch.setattr(checkpoints, "COPIED", size - 1)
+    saver.save(100, state, state.params, [])
+    assert checkpoint_steps("run") == [100]
+
+
+@pytest.mark.parametrize("failing", ["only", "first"])
+def test_a_disk_that_is_full_in_the_thread_ends_the_run_with_one_line(
+    failing, run_main, monkeypatch
+):
+    """At the end of the run, or at the next checkpoint."""
+
+    def save(*given, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", save)
+    monkeypatch.setattr(checkpoints, "end_threads", lambda: None)
+    interval = "200" if failing == "only" else "50"
+    code, out, err = run_main(dqn_jax, *SHORT, "--checkpoint-interval", interval)
+    assert err.splitlines()[-1].startswith("error: no space left on the disk of ")
+    assert code == 2
+    assert ("100 steps: return" in out) == (failing == "only")
 
 
 def last_line(out):
@@ -542,10 +598,8 @@ def test_a_number_that_comes_back_as_another_is_damage(saved_run, monkeypatch, c
 def test_a_damaged_best_agent_is_one_line(saved_run):
     folder, args, run = saved_run
     dqn_jax.train(args, replace(run, eval_episodes=1))
-    for path in (folder / "best/200/params").rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"damaged")
-    with pytest.raises(UsageError, match="best/200 cannot be read"):
+    (folder / "best.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UsageError, match=r"best.safetensors is damaged, .*: copy it again, or "):
         load_policy(folder)
 
 
@@ -586,7 +640,9 @@ def as_of_the_old_version(folder):
     replay = state.replay._replace(storage=OldStep(*state.replay.storage, memory=()))
     old = OldState(*state._replace(replay=replay), num_updates=jnp.int32(15))
     shutil.rmtree(folder / "checkpoints")
-    checkpoints.Checkpoints(folder).save(step, old, state.params, recent)
+    saver = checkpoints.Checkpoints(folder)
+    saver.save(step, old, state.params, recent)
+    saver.wait()
     file = folder / "args.json"
     flags = json.loads(file.read_text())
     del flags["script"]
@@ -813,7 +869,9 @@ def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_mai
     assert step == 40
     for leaf in jax.tree.leaves(training.agent.params):
         assert np.isfinite(leaf).all()
-    assert not any((folder / "best").iterdir())  # a score that is NaN is that of no best agent
+    assert not (
+        folder / "best.safetensors"
+    ).exists()  # a score that is NaN is that of no best agent
 
 
 def folder_with_flags():

@@ -233,7 +233,7 @@ def test_the_target_of_the_page_is_that_of_n_steps():
 
 def test_train_is_called_from_python():
     names: dict[str, Any] = {}
-    code = blocks("docs/runs.md", "python")[2]
+    code = blocks("docs/runs.md", "python")[3]
     exec(code.replace("20_000", "12_000"), names)
     # Of 300 iterations of 40 steps the last 50 learn, with 4 gradient steps each.
     assert names["state"].opt_state[0].count == 200
@@ -250,7 +250,7 @@ def test_a_signal_ends_the_loop_of_the_page(monkeypatch):
             stop.append(2)
 
     monkeypatch.setattr(dqn_jax, "train", train)
-    exec(blocks("docs/runs.md", "python")[3], {})
+    exec(blocks("docs/runs.md", "python")[4], {})
     assert seeds == [0, 1]
 
 
@@ -308,6 +308,19 @@ def test_a_trained_agent_plays_an_episode(block, frame_stack):
     assert names["episodic_return"] == len(actions)
     newest = np.reshape(frames[-frame_stack:], names["observation"].shape)
     np.testing.assert_array_equal(names["observation"], newest)
+
+
+def test_an_agent_is_read_with_numpy():
+    """Its actions are those of the loaded policy."""
+    args = dqn_jax.Args(total_timesteps=400, learning_starts=200, learning_rate=0.05)
+    _, _, folder = dqn_jax.train(args, dqn_jax.Run(eval_episodes=1))
+    names: dict[str, Any] = {}
+    code = blocks("docs/runs.md", "python")[2]
+    exec(re.sub(r"runs/.*(?=/best)", str(folder), code), names)
+    observations = np.random.default_rng(0).normal(size=(10, 4))
+    wanted = cleanreplay.load_policy(folder)(observations)
+    assert set(wanted) == {0, 1}
+    np.testing.assert_array_equal(names["actions"], wanted)
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_a_signal_in_an_evaluation_ends_the_run_with_the_iteration_after_it(monk
     _, _, folder = dqn_jax.train(args, run, stop)
     assert len(made) == 77
     assert "eval/episodic_return" not in read_events(folder)[0]
-    assert not list((folder / "best").iterdir())
+    assert not (folder / "best.safetensors").exists()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["60"]
 
 

@@ -43,8 +43,8 @@ def test_another_error_of_a_lock_is_raised(tmp_path, monkeypatch):
 
 def test_a_file_is_replaced_or_stays_as_it_was(tmp_path, monkeypatch):
     file = tmp_path / "args.json"
-    files.write_whole(file, "one")
-    files.write_whole(file, "two")
+    files.write_whole(file, b"one")
+    files.write_whole(file, b"two")
     assert file.read_text() == "two"
 
     def fail(self, target):
@@ -52,7 +52,7 @@ def test_a_file_is_replaced_or_stays_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(file), "replace", fail)
     with pytest.raises(OSError, match="Input/output"):
-        files.write_whole(file, "three")
+        files.write_whole(file, b"three")
     assert file.read_text() == "two"
 
 

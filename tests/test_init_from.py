@@ -33,7 +33,7 @@ def begun(script, args, run):
     """The State that a run with --init-from begins with."""
     agent = make_agent(script, args, run)
     state = jax.jit(agent.init)(jax.random.PRNGKey(99))
-    return agent, checkpoints.start_from(args.init_from, state, agent.learned)
+    return agent, checkpoints.start_from(args.init_from, state, agent)
 
 
 def trained(script, flags, run):
@@ -101,6 +101,55 @@ def test_a_compiled_run_starts_from_an_ordinary_one():
     args = dqn_jax.Args(**SMALL_DQN, init_from=folder)
     params = compiled_begin(args, replace(run, num_seeds=2))
     assert_equal(params, jax.tree.map(lambda x: np.stack([x, x]), state.params))
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "env_id"),
+    [RUNS[0], RUNS[2], slow(r2d2_jax, R2D2, "environments:Counter-v0")],
+)
+def test_the_file_of_an_agent_gives_its_networks_and_statistics(script, flags, env_id):
+    """A target network is a copy again; the state of the optimiser begins anew."""
+    run = script.Run(env_id=env_id, log_interval=20, eval_episodes=1)
+    state, folder = trained(script, flags, run)
+    args = script.Args(**flags, init_from=f"{folder}/best.safetensors")
+    agent, new = begun(script, args, run)
+    params = agent.policy_params(state)
+    assert_equal(agent.policy_params(new), params)
+    if "target_params" in state._fields:
+        assert_equal(new.target_params, params)
+    fresh = jax.jit(agent.init)(jax.random.PRNGKey(99))
+    assert_equal(new.opt_state, fresh.opt_state)
+    script.train(args, run)
+
+
+@pytest.mark.slow
+def test_the_file_of_an_agent_of_sac_gives_the_actor():
+    run = sac_jax.Run(env_id="Pendulum-v1", log_interval=20, eval_episodes=1)
+    state, folder = trained(sac_jax, SAC, run)
+    args = sac_jax.Args(**SAC, init_from=f"{folder}/best.safetensors")
+    agent, new = begun(sac_jax, args, run)
+    fresh = jax.jit(agent.init)(jax.random.PRNGKey(99))
+    assert_equal(new.policy.actor, state.policy.actor)
+    assert_equal(new.critics, fresh.critics)
+    assert_equal(new.target_critics, fresh.critics)
+
+
+def test_all_agents_of_a_compiled_run_start_from_the_file_of_one():
+    run = dqn_jax.Run(**COMPILED | dict(eval_episodes=1))
+    state, folder = trained(dqn_jax, SMALL_DQN, run)
+    args = dqn_jax.Args(**SMALL_DQN, init_from=f"{folder}/best.safetensors")
+    params = compiled_begin(args, replace(run, num_seeds=2))
+    assert_equal(params, jax.tree.map(lambda x: np.concatenate([x, x]), state.params))
+
+
+def test_the_file_of_another_network_is_refused_with_its_shapes(run_main):
+    run = dqn_jax.Run(**COUNTER | dict(eval_episodes=1))
+    _, folder = trained(dqn_jax, SMALL_DQN, run)
+    file = f"{folder}/best.safetensors"
+    flags = ["--env-id", run.env_id, "--init-from", file, "--hidden-sizes", "7"]
+    line = one_line(run_main(dqn_jax, *flags))
+    assert line.startswith(f"error: init_from: {file} is of another network or script: params/")
+    assert "(120,) there, (7,) here" in line
 
 
 def test_another_network_is_refused_with_its_shapes(run_main):

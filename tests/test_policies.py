@@ -20,7 +20,7 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import r2d2_jax
-from cleanreplay import checkpoints, compiled, experiment, spaces
+from cleanreplay import agent_file, checkpoints, compiled, experiment, spaces
 
 SCRIPTS = {
     "dqn": (dqn_jax, SMALL_DQN),
@@ -62,9 +62,22 @@ def action_of(folder):
     return action
 
 
-def steps_of_best(folder):
-    """Names of what is saved as the best agent: the step that it was saved at."""
-    return [path.name for path in (folder / "best").iterdir()]
+def best_of(folder, agent):
+    """What saves the best agent of the run in this folder."""
+    about = json.loads((folder / "args.json").read_text())
+    return agent_file.BestAgent(folder, agent, about)
+
+
+def save(folder, step, state, params):
+    """Writes a checkpoint to the folder of a run."""
+    saver = checkpoints.Checkpoints(folder)
+    saver.save(step, state, params, [])
+    saver.wait()
+
+
+def step_of_best(folder):
+    """The step at which the best agent was saved."""
+    return agent_file.read_about(folder / "best.safetensors")["step"]
 
 
 def greedy(agent, params, observations):
@@ -97,27 +110,36 @@ def wide_observations(*shape):
 )
 def test_the_agent_of_the_highest_score_is_kept(scores, best):
     run = dqn_jax.Run(**COUNTER)
-    _, always = agents_of(run)
+    agent, always = agents_of(run)
     folder = folder_of(run)
-    saved = checkpoints.Checkpoints(folder)
-    steps = (100, 200, 300)
-    for step, agent, score in zip(steps, always, scores, strict=True):
-        saved.save_if_best(step, agent, score)
-        assert len(saved.best.all_steps()) <= 1
+    saved = best_of(folder, agent)
+    for step, params, score in zip((100, 200, 300), always, scores, strict=True):
+        saved.save_if_better(step, params, score)
     assert action_of(folder) == best
+    assert sorted(path.name for path in folder.iterdir()) == ["args.json", "best.safetensors"]
 
 
 def test_a_lower_score_of_a_run_that_goes_on_changes_nothing():
     """Nor does it where the folder was closed and opened again between the two."""
     run = dqn_jax.Run(**COUNTER)
-    _, always = agents_of(run)
+    agent, always = agents_of(run)
     folder = folder_of(run)
-    checkpoints.Checkpoints(folder).save_if_best(100, always[1], 5.0)
-    checkpoints.Checkpoints(folder).save_if_best(200, always[2], 4.0)
+    best_of(folder, agent).save_if_better(100, always[1], 5.0)
+    best_of(folder, agent).save_if_better(200, always[2], 4.0)
     assert action_of(folder) == 1
-    checkpoints.Checkpoints(folder).save_if_best(300, always[0], 6.0)
+    best_of(folder, agent).save_if_better(300, always[0], 6.0)
     assert action_of(folder) == 0
-    assert steps_of_best(folder) == ["300"]
+    assert step_of_best(folder) == 300
+
+
+def test_a_second_evaluation_of_the_best_agent_leaves_its_file_alone():
+    """A complete run that is resumed evaluates the same agent, which may be luckier."""
+    agent, always = agents_of(dqn_jax.Run(**COUNTER))
+    folder = folder_of(dqn_jax.Run(**COUNTER))
+    best_of(folder, agent).save_if_better(100, always[1], 5.0)
+    before = (folder / "best.safetensors").read_bytes()
+    best_of(folder, agent).save_if_better(100, always[1], 7.0)
+    assert (folder / "best.safetensors").read_bytes() == before
 
 
 def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
@@ -134,7 +156,7 @@ def test_the_best_agent_of_a_run_is_that_of_its_best_evaluation(monkeypatch):
     monkeypatch.setattr(experiment, "play_episodes", play_episodes)
     _, _, folder = dqn_jax.train(args, run)
 
-    assert steps_of_best(folder) == ["120"]
+    assert step_of_best(folder) == 120
     agent = make_agent(dqn_jax, args, run)
     observations = wide_observations(1000, 3)
     wanted = [greedy(agent, params, observations) for params in agents]
@@ -267,8 +289,7 @@ def test_actions_of_a_box_are_scaled_and_clipped_to_it():
     params, moments = agent.policy_params(state)
     params = jax.tree.map(np.array, params)
     params["params"]["Dense_4"]["kernel"] *= 1_000  # the mean of the actions
-    saved = checkpoints.Checkpoints(folder)
-    saved.save_if_best(64, (params, moments), 0.0)
+    best_of(folder, agent).save_if_better(64, (params, moments), 0.0)
     observations = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
     output, _ = agent.network.apply(params, ppo_jax.normalize(observations, moments))
     mean = np.asarray(output)[:, :1]
@@ -295,16 +316,15 @@ def test_the_best_agent_stays_at_a_resume_though_it_comes_after_the_checkpoint()
     agent, always = agents_of(run)
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     folder = folder_of(run)
-    saved = checkpoints.Checkpoints(folder)
-    saved.save(100, state, always[0], [])
-    saved.save_if_best(150, always[1], 9.0)
-    resumed = checkpoints.Checkpoints(folder)
-    step, _, _ = resumed.restore(state)
+    save(folder, 100, state, always[0])
+    best_of(folder, agent).save_if_better(150, always[1], 9.0)
+    step, _, _ = checkpoints.Checkpoints(folder).restore(state)
     assert step == 100
     assert action_of(folder) == 1
-    resumed.save_if_best(120, always[2], 1.0)
+    resumed = best_of(folder, agent)
+    resumed.save_if_better(120, always[2], 1.0)
     assert action_of(folder) == 1
-    resumed.save_if_best(130, always[0], 10.0)
+    resumed.save_if_better(130, always[0], 10.0)
     assert action_of(folder) == 0
 
 
@@ -313,15 +333,14 @@ def test_an_agent_of_the_checkpoint_or_before_stays_at_a_resume():
     agent, always = agents_of(run)
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     folder = folder_of(run)
-    saved = checkpoints.Checkpoints(folder)
-    saved.save_if_best(100, always[1], 3.0)
-    saved.save(100, state, always[0], [])
-    resumed = checkpoints.Checkpoints(folder)
-    resumed.restore(state)
+    best_of(folder, agent).save_if_better(100, always[1], 3.0)
+    save(folder, 100, state, always[0])
+    checkpoints.Checkpoints(folder).restore(state)
     assert action_of(folder) == 1
-    resumed.save_if_best(200, always[2], 2.0)
+    resumed = best_of(folder, agent)
+    resumed.save_if_better(200, always[2], 2.0)
     assert action_of(folder) == 1
-    resumed.save_if_best(300, always[0], 4.0)
+    resumed.save_if_better(300, always[0], 4.0)
     assert action_of(folder) == 0
 
 

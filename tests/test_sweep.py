@@ -23,8 +23,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import UsageError, compiled, load_policy, usage
-from cleanreplay.checkpoints import Checkpoints
+from cleanreplay import UsageError, agent_file, compiled, load_policy, usage
 from cleanreplay.sweep import Sweep, make_settings
 
 ARGS = dqn_jax.Args()
@@ -407,8 +406,7 @@ def test_the_others_are_saved_and_evaluated_where_one_agent_diverges():
     args = dqn_jax.Args(**DQN | dict(end_e=0.0))
     state, _, folder = dqn_jax.train(args, run)
     assert not np.isfinite(jax.tree.leaves(params_of(state, 0))[0]).all()
-    saver = Checkpoints(folder, saves=False)
-    assert saver.best_flags() == {"learning_rate": 0.0}
+    assert agent_file.read_about(folder / agent_file.NAME)["args"]["learning_rate"] == 0.0
     observations = np.eye(5, dtype=np.float32)
     agent = dqn_jax.DQN(args, Chain.observation_space, Chain.action_space)
     expected = agent.act(params_of(state, 1), observations)

@@ -1,0 +1,177 @@
+"""Shows how a trained agent acts, in a window or as a file.
+
+python -m cleanreplay.watch runs/CartPole-v1__dqn_jax__1__1795189555123456
+python -m cleanreplay.watch best.safetensors --output agent.mp4 --episodes 3
+"""
+
+import colorsys
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from cleanreplay import checkpoints, images
+from cleanreplay.errors import UsageError
+
+MOST_FRAMES = 25  # per second of a file
+PIXELS = 300  # smaller pictures get larger pixels, up to this height or width
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is shown, and where."""
+
+    agent: tyro.conf.Positional[str]  # folder of a run, or file of an agent
+    output: str = ""  # file that ends in .gif or .mp4; without it a window, or a GIF
+    episodes: int = 1  # number of episodes
+    seed: int = 0  # of the first episode; the others have the seeds after it
+    script: str = ""  # file that trained the agent, if it was moved
+
+
+def watch(flags: Flags) -> list[float]:
+    """Shows episodes, prints their returns and returns them."""
+    loaded = checkpoints.load_agent(flags.agent, flags.script)
+    agent, params, run = loaded.agent, loaded.params, loaded.run
+    output = output_of(flags)
+    mode = "rgb_array" if output else "human"
+    envs, draw = make_drawn(loaded, mode)
+    with closing(envs):
+        fps = envs.metadata.get("render_fps", 15)
+        every = max(1, round(fps / MOST_FRAMES))
+        frames: list = []
+        returns = []
+        for seed in range(flags.seed, flags.seed + flags.episodes):
+            pictures, episodic_return = play(agent, params, envs, seed, run.eval_max_steps, draw)
+            steps = len(pictures) - 1
+            tqdm.write(f"seed {seed}: return {episodic_return:.2f} in {steps:,} steps")
+            frames += pictures[::every]
+            returns.append(episodic_return)
+    if output:
+        write(output, frames, fps / every)
+        tqdm.write(str(output))
+    return returns
+
+
+def output_of(flags: Flags) -> Path | None:
+    """The file that is written, None for a window. UsageError if it is of no known kind."""
+    agent = Path(flags.agent)
+    if flags.output:
+        output = Path(flags.output)
+    elif any(os.environ.get(x) for x in ("DISPLAY", "WAYLAND_DISPLAY")) or sys.platform != "linux":
+        return None
+    else:
+        output = agent / "agent.gif" if agent.is_dir() else agent.with_suffix(".gif")
+    if output.suffix not in (".gif", ".mp4"):
+        raise UsageError(f"output must end in .gif or .mp4, not {output}")
+    try:
+        import moviepy  # noqa: F401  which writes it
+    except ModuleNotFoundError as error:
+        raise UsageError(f"output: pip install {error.name}") from error
+    return output
+
+
+def make_drawn(loaded: checkpoints.Loaded, mode: str) -> tuple[Any, Callable]:
+    """An environment, and a function that draws it after an observation [1, ...].
+
+    One that does not render is drawn as the agent sees it. UsageError if that is no image.
+    """
+    agent, script, args, run = loaded.agent, loaded.script, loaded.args, loaded.run
+    kwargs = json.dumps(json.loads(run.env_kwargs) | {"render_mode": mode})
+    os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # pygame looks for loudspeakers otherwise
+    if mode != "human":
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # and for a screen
+    example = agent.example_step.observation
+    try:
+        envs = script.make_envs(args, replace(run, env_kwargs=kwargs, vectorization="sync"), 1)
+        if envs.single_observation_space.shape != example.shape:
+            raise ValueError(f"drawn, it observes {envs.single_observation_space}")
+        envs.reset()
+        if mode == "human":  # a step draws it
+            return envs, lambda observation: None
+        if envs.render()[0] is None:
+            raise ValueError("it renders nothing")
+        return envs, lambda observation: resized(envs.render()[0])
+    except Exception as error:
+        if not images.are_images(jax.ShapeDtypeStruct((1, *example.shape), example.dtype)):
+            why = f"{type(error).__name__}: {images.with_hint(error)}"
+            text = f"{run.env_id} cannot be drawn: it needs the render mode {mode} ({why})"
+            raise UsageError(text) from error
+    if mode == "human":
+        raise UsageError(
+            f"{run.env_id} has no window: --output agent.gif draws what the agent sees"
+        )
+    tqdm.write(f"{run.env_id} does not render: it is drawn as the agent sees it")
+    return script.make_envs(args, run, 1), lambda observation: resized(as_picture(observation))
+
+
+def play(
+    agent: Any, params: Any, envs: Any, seed: int, max_steps: int, draw: Callable
+) -> tuple[list, float]:
+    """The pictures of an episode of one environment, one more than its steps, and its return."""
+    act = agent.policy(params)  # with an empty memory
+    observation, _ = envs.reset(seed=seed)
+    pictures = [draw(observation)]
+    episodic_return = 0.0
+    over = False
+    while not over and len(pictures) <= max_steps:
+        observation = np.asarray(observation, agent.example_step.observation.dtype)
+        observation, reward, terminated, truncated, _ = envs.step(act(observation))
+        pictures.append(draw(observation))
+        episodic_return += float(reward[0])
+        over = bool(terminated[0] or truncated[0])
+    return pictures, episodic_return
+
+
+def as_picture(observation: Any) -> np.ndarray:
+    """What the agent sees [1, ...] as a picture [H, W, 3] of the newest frame.
+
+    Grey and coloured images are as they are. Other channels are planes: each has a colour, and the
+    last one that is not 0 is seen. Of more planes of uint8, as in stacks, the last is grey.
+    """
+    x = np.asarray(images.channels_last(jax.numpy.asarray(observation)))[0]
+    if x.dtype == bool:
+        hues = np.arange(x.shape[-1]) / x.shape[-1]
+        colours = np.array([colorsys.hsv_to_rgb(hue, 0.7, 1.0) for hue in hues])
+        last = x.shape[-1] - 1 - x[..., ::-1].argmax(axis=-1)
+        return (255 * colours[last] * x.any(axis=-1, keepdims=True)).astype(np.uint8)
+    return x if x.shape[-1] == 3 else np.repeat(x[..., -1:], 3, axis=-1)
+
+
+def resized(picture: Any) -> np.ndarray:
+    """A picture [H, W, 3] whose pixels are larger if it is a small one."""
+    picture = np.asarray(picture, np.uint8)
+    times = max(1, PIXELS // max(picture.shape[:2]))
+    return picture.repeat(times, axis=0).repeat(times, axis=1)
+
+
+def write(file: Path, frames: list, fps: float) -> None:
+    """Writes a GIF or a video."""
+    from moviepy import ImageSequenceClip
+
+    clip = ImageSequenceClip(frames, fps=fps)
+    if file.suffix == ".gif":
+        clip.write_gif(str(file), logger=None)
+    else:
+        clip.write_videofile(str(file), logger=None)
+
+
+def main() -> None:
+    """The command line. The exit code is 2 for a usage error."""
+    try:
+        watch(tyro.cli(Flags, description=__doc__))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
