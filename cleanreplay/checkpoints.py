@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -77,7 +78,7 @@ class Checkpoints:
             "checksums": {"state": trees.checksums(state), "params": trees.checksums(params)},
         }
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
+            state=ocp.args.StandardSave(without_empty(state)),
             params=ocp.args.StandardSave(params),
             recent=ocp.args.JsonSave(about),
         )
@@ -192,6 +193,11 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
+def without_empty(tree: Any) -> Any:
+    """A tree with None for each empty array, which Orbax cannot save."""
+    return jax.tree.map(lambda x: x if x.size > 0 else None, tree)
+
+
 def is_of_the_machine(error: Exception) -> bool:
     """Whether an error of reading is about memory, files or rights, and not about contents."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -216,7 +222,7 @@ def read(
     """
     folder = manager.directory / str(step) / item
     saved = ocp.StandardCheckpointHandler().metadata(folder).tree
-    shapes, leaves = trees.by_name(saved), trees.by_name(wanted)
+    shapes, leaves = trees.by_name(saved), trees.by_name(without_empty(wanted))
     there, here = (
         {
             name: x.shape for name, x in tree.items() if not name.endswith("num_updates")
@@ -233,7 +239,11 @@ def read(
     restored = manager.restore(step, args=args)[item]
     found = dict(zip(shapes, jax.tree.leaves(restored), strict=True))
     trees.check_sums(found, sums)
-    return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in leaves])
+    return jax.tree.map(
+        lambda name, x: found[name] if x.size > 0 else jnp.zeros(x.shape, x.dtype, device=where),
+        jax.tree.unflatten(jax.tree.structure(wanted), trees.names(wanted)),
+        wanted,
+    )
 
 
 def start_from(source: str, state: Any, agent: Any) -> Any:

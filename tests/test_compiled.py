@@ -971,3 +971,45 @@ def test_the_time_limit_of_the_flags_holds_in_functional_environments():
     for env_kwargs, limit in (("{}", 9), ('{"max_episode_steps": 5}', 5)):
         run = dqn_jax.Run(env_id="Chain-v0", env_kwargs=env_kwargs)
         assert make_trainer(dqn_jax, dqn_jax.Args(), run).envs.time_limit == limit
+
+
+class ChainWithoutContacts(Chain):
+    """Its state has an empty array, as those of MuJoCo do."""
+
+    def initial(self, rng, params=None):
+        return super().initial(rng), jnp.zeros((0, 3))
+
+    def transition(self, state, action, rng, params=None):
+        return super().transition(state[0], action, rng), state[1]
+
+    def observation(self, state, rng, params=None):
+        return super().observation(state[0], rng)
+
+    def reward(self, state, action, next_state, rng, params=None):
+        return super().reward(state[0], action, next_state[0], rng)
+
+    def terminal(self, state, rng, params=None):
+        return super().terminal(state[0], rng)
+
+
+def make_chain_without_contacts(**kwargs):
+    return FunctionalJaxEnv(ChainWithoutContacts(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register(
+    "ChainWithoutContacts-v0",
+    make_chain_without_contacts,
+    max_episode_steps=9,
+    disable_env_checker=True,
+)
+
+
+def test_a_run_whose_environments_have_empty_arrays_is_saved_and_resumed():
+    args = ppo_jax.Args(total_timesteps=256, num_steps=16, anneal_lr=False)
+    run = ppo_jax.Run(env_id="ChainWithoutContacts-v0", eval_episodes=1, log_interval=64)
+    *_, folder = ppo_jax.train(args, run)
+    more = replace(args, total_timesteps=512)
+    resumed, *_ = ppo_jax.train(more, replace(run, resume=str(folder)))
+    straight, *_ = ppo_jax.train(more, run)
+    for x, y in zip(jax.tree.leaves(resumed), jax.tree.leaves(straight), strict=True):
+        np.testing.assert_array_equal(x, y)
