@@ -45,7 +45,9 @@ class BestAgent:
             before = read_about(self.file)
             self.score, self.step = before["return"], before["step"]
 
-    def save_if_better(self, step: int, params: Any, score: float, own: dict) -> None:
+    def save_if_better(
+        self, step: int, params: Any, score: float, own: dict[str, Any] | None = None
+    ) -> None:
         """Writes these parameters of `act`, unless earlier ones had this score or a higher one.
 
         `own` are the flags of the algorithm in which this agent differs from args.json.
@@ -54,7 +56,7 @@ class BestAgent:
             return
         self.score, self.step = float(score), step
         names, leaves = policy_names(self.agent), jax.tree.leaves(params)
-        args = self.about["args"] | own
+        args = self.about["args"] | (own or {})
         about = self.about | {"args": args, "step": step, "return": self.score}
         write(self.file, dict(zip(names, leaves, strict=True)), about)
 

@@ -64,12 +64,15 @@ def as_box(observation: Any, space: Any) -> Array:
     return jnp.concatenate([observation[name].ravel() for name in space.spaces])
 
 
-def success_of(func_env: Any, *step: Any) -> Any:
-    """`is_success` of what an environment says of a step: (state, action, next state); or ()."""
+def info_of(func_env: Any, *step: Any) -> dict:
+    """The numbers that an environment says of a step: (state, action, next state)."""
     try:
-        return func_env.transition_info(*step).get("is_success", ())
+        info = func_env.transition_info(*step)
     except jax.errors.JAXTypeError:  # it is not for jit: Gymnasium calls it outside
-        return ()
+        return {}
+    numbers = (bool, int, float, np.ndarray, np.generic, Array)
+    info = {name: x for name, x in info.items() if isinstance(x, numbers) and jnp.ndim(x) == 0}
+    return jax.tree.map(jnp.float32, info)
 
 
 class JaxEnvs:
@@ -94,7 +97,7 @@ class JaxEnvs:
         self.observation = jax.vmap(lambda *args: as_box(func_env.observation(*args), space))
         self.reward = jax.vmap(func_env.reward)
         self.terminal = jax.vmap(func_env.terminal)
-        self.is_success = jax.vmap(partial(success_of, func_env))
+        self.info = jax.vmap(partial(info_of, func_env))
 
     def observe(self, stack: Array, valid: Array, inner: Any, keys: Array) -> Array:
         """What the policy sees in the states `inner`: a frame, or a stack of K frames.
@@ -125,8 +128,8 @@ class JaxEnvs:
         """Takes a step in each environment, with an action of `act` for this key, or without one.
 
         `inputs` are the number of the step, the keys [N] of the environments, and the states [N]
-        that they start from if they reset. Returns the next state, and a Step with the success [N]
-        of episodes, -1 where none ends; () if the environment does not say `is_success`.
+        that they start from if they reset. Returns the next state, and a Step with the numbers [N]
+        of its info. They are infinite where the step only resets, `is_success` where none ends.
         """
         step, keys, starts = inputs
         valid = state.valid
@@ -154,21 +157,20 @@ class JaxEnvs:
             valid=valid,
             **stored,
         )
-        succeeds = jax.tree.map(
-            lambda x: jnp.where(terminated | truncated, x.astype(jnp.float32), -1),
-            self.is_success(state.inner, env_action, after),
-        )
+        info = self.info(state.inner, env_action, after)
+        where = dict.fromkeys(info, valid) | {"is_success": terminated | truncated}
+        info = {name: jnp.where(where[name], x, jnp.inf) for name, x in info.items()}
         choose = jax.vmap(jnp.where)
         memory = tuple(choose(valid, x, jnp.zeros_like(x)) for x in memory)
         inner = jax.tree.map(lambda x, start: choose(valid, x, start), after, starts)
         observation = self.observe(state.observation, valid, inner, keys)
         after_step = JaxEnvState(observation, ~(terminated | truncated), memory, inner, length)
-        return after_step, (row, succeeds)
+        return after_step, (row, info)
 
     def collect(self, state: JaxEnvState, params: Any, key: Array, step: Array) -> tuple:
         """Takes S steps in each environment, from `step` on.
 
-        Returns the next state, and Steps [S, N, ...] with the successes [S, N] of episodes.
+        Returns the next state, and Steps [S, N, ...] with the numbers [S, N] of their info.
         """
         num_steps, num_envs = self.agent.rollout_shape
         act_key, env_key = jax.random.split(key)
@@ -185,7 +187,7 @@ class JaxEnvs:
         """The first episode of as many environments.
 
         Returns their returns [episodes], whether they ended [episodes] within max_steps, and
-        whether they succeeded [episodes], -1 where the environment does not say it.
+        whether they succeeded [episodes], infinite where the environment does not say it.
         """
         max_steps = min(self.time_limit, max_steps)
         first_step = min(self.agent.args.total_timesteps, 2**31 - 1 - max_steps)  # as play_episodes
@@ -200,15 +202,15 @@ class JaxEnvs:
             t, state, returns, over, succeeded = carry
             no_starts = state.inner  # none is needed, as the first episode is the only one
             inputs = (first_step + t, keys[t], no_starts)
-            state, (row, succeeds) = self.step(params, act_key, state, inputs)
+            state, (row, info) = self.step(params, act_key, state, inputs)
             returns += jnp.where(over, 0, row.reward)
-            if isinstance(succeeds, Array):
-                succeeded = jnp.where(over, succeeded, succeeds)
+            if "is_success" in info:
+                succeeded = jnp.where(over, succeeded, info["is_success"])
             return t + 1, state, returns, over | row.terminated | row.truncated, succeeded
 
         state = self.reset(jax.random.fold_in(key, 0), episodes)
         returns = jnp.zeros(episodes, jnp.float32)
-        unknown = jnp.full(episodes, -1.0)
+        unknown = jnp.full(episodes, jnp.inf)
         start = (jnp.int32(0), state, returns, jnp.zeros(episodes, bool), unknown)
         _, _, returns, over, succeeded = jax.lax.while_loop(has_more, step, start)
         return returns, over, succeeded
@@ -418,13 +420,13 @@ class Trainer:
     def iterate(self, runner: RunnerState, step: Array) -> tuple[RunnerState, tuple]:
         """The iteration of an agent that begins at `step`: a rollout, and learning from it.
 
-        Returns metrics, whether all rewards and all observations were finite [2], and the
-        successes [S, N] of the episodes that ended, as `JaxEnvs.step` gives them.
+        Returns metrics, whether all rewards and all observations were finite [2], and the numbers
+        [S, N] of the info, as `JaxEnvs.step` gives them.
         """
         rollout_key, learn_key = jax.random.split(runner.key)
         params = self.agent.policy_params(runner.agent)
         rollout_key = jax.random.fold_in(rollout_key, step)
-        envs, (rollout, succeeds) = self.envs.collect(runner.envs, params, rollout_key, step)
+        envs, (rollout, info) = self.envs.collect(runner.envs, params, rollout_key, step)
         # Replicated, or XLA would split a replay like the rollouts that it stores, and put it
         # together again for each draw.
         inputs = (rollout, envs.observation)
@@ -437,13 +439,13 @@ class Trainer:
         rewards_and_observations = (rollout.reward, (rollout.observation, observation))
         finite = jnp.stack([are_finite(x) for x in rewards_and_observations])
         runner = count_episodes(runner._replace(agent=agent, envs=envs), rollout)
-        return runner, (metrics, finite, succeeds)
+        return runner, (metrics, finite, info)
 
     def run_entry(self, runner: RunnerState, step: Array) -> tuple[RunnerState, Entry]:
         """The iterations of an agent up to the next log entry."""
         steps = step + self.agent.steps_per_iteration * jnp.arange(self.iterations)
         runner = runner._replace(finished=jnp.zeros(3))
-        runner, (metrics, finite, succeeds) = jax.lax.scan(self.iterate, runner, steps)
+        runner, (metrics, finite, info) = jax.lax.scan(self.iterate, runner, steps)
         metrics = jax.tree.map(lambda x: x[-1], metrics)
         check_metrics(metrics)
         number, returns, lengths = runner.finished
@@ -451,10 +453,11 @@ class Trainer:
         any_ended = number > 0
         metrics["charts/episodic_return"] = jnp.where(any_ended, returns / number, jnp.inf)
         metrics["charts/episodic_length"] = jnp.where(any_ended, lengths / number, jnp.inf)
-        if isinstance(succeeds, Array):
-            said = succeeds >= 0
-            rate = jnp.sum(succeeds, where=said) / jnp.maximum(said.sum(), 1)
-            metrics["charts/success_rate"] = jnp.where(said.any(), rate, jnp.inf)
+        for name, x in info.items():
+            tag = "charts/success_rate" if name == "is_success" else f"info/{name}"
+            said = jnp.isfinite(x)
+            mean = jnp.sum(x, where=said) / jnp.maximum(said.sum(), 1)
+            metrics[tag] = jnp.where(said.any(), mean, jnp.inf)
         params = are_finite(self.agent.policy_params(runner.agent))
         return runner, Entry(metrics, runner.finished, jnp.append(finite.all(axis=0), params))
 
@@ -492,7 +495,7 @@ class Trainer:
         returns, over, succeeded = self.evaluate_all(params, values)
         if not np.all(over):
             tqdm.write(f"an evaluation cuts off episodes after {self.run.eval_max_steps:,} steps")
-        return np.asarray(returns), np.where(succeeded < 0, np.nan, succeeded)
+        return np.asarray(returns), np.where(np.isinf(succeeded), np.nan, succeeded)
 
     def num_entries(self, step: int) -> int:
         """Log entries of the next call: up to the next checkpoint, the next evaluation or the end.

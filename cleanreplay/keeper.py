@@ -152,7 +152,7 @@ class Keeper(AbstractContextManager):
         `own` are the flags of the algorithm in which this agent differs from args.json.
         """
         if self.best is not None and jax.process_index() == 0:
-            self.best.save_if_better(step, params, score, own or {})
+            self.best.save_if_better(step, params, score, own)
 
     def write_experience(self, state: Any) -> None:
         """Appends what is new in the replay to the vault, with --save-experience.

@@ -32,6 +32,8 @@ from helpers import (
     slow,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.util import tensor_util
 
 import cleanreplay
 import dqn_jax
@@ -370,10 +372,10 @@ class Crashes(gym.Env):
 gym.register("Crashes-v0", Crashes)
 
 
-def patched(heading, tmp_path, monkeypatch):
-    """dqn_jax.py with the changes of docs/README.md under `heading`, as a module."""
+def patched(heading, tmp_path, monkeypatch, script="dqn_jax"):
+    """A script with the changes of docs/README.md under `heading`, as a module."""
     answer = PAGES["docs/README.md"].split(f"**... {heading}?**")[1].split("**...")[0]
-    source = (ROOT / "dqn_jax.py").read_text()
+    source = (ROOT / f"{script}.py").read_text()
     for diff in re.findall(r"```diff\n(.*?)```", answer, re.DOTALL):
         lines = diff.splitlines()
         old = "\n".join(line[1:] for line in lines if line[0] != "+")
@@ -385,12 +387,13 @@ def patched(heading, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_dqn", raising=False)
     my_dqn = importlib.import_module("my_dqn")
     my_dqn.io, my_dqn.PIL = io, PIL  # which the page says to import
+    my_dqn.histogram_pb = histogram_pb
     return my_dqn
 
 
-def trained(module, env_id="CartPole-v1", **more):
+def trained(module, env_id="CartPole-v1", init_from="", **more):
     """The State of a short run, its charts and its folder."""
-    args = module.Args(total_timesteps=480, num_envs=2, learning_starts=200)
+    args = module.Args(total_timesteps=480, num_envs=2, learning_starts=200, init_from=init_from)
     run = module.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
     run = replace(run, **{"log_interval": 240} | more)
     state, _, folder = module.train(args, run)
@@ -419,6 +422,22 @@ def test_how_to_log_a_number_from_the_environment(tmp_path, monkeypatch):
     assert second == (480, pytest.approx(12 / 50))
 
 
+def test_how_to_log_a_histogram(tmp_path, monkeypatch):
+    """The last one has as many values as there are drawable windows, in their range."""
+    my_per = patched("log a histogram", tmp_path, monkeypatch, "per_dqn_jax")
+    state, _, folder = trained(my_per)
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    histograms = events.Tensors("priorities")
+    assert [histogram.step for histogram in histograms] == [100, 200, 300, 400]
+    first = tensor_util.make_ndarray(histograms[0].tensor_proto)
+    assert first[:, 2].sum() == 100 - 2  # each but the newest of each environment
+    assert (first[0, 0], first[-1, 1]) == (1, 1)  # nothing was learned yet
+    last = tensor_util.make_ndarray(histograms[-1].tensor_proto)
+    assert last[0, 0] < 1
+    assert last[-1, 1] <= state.replay.max_priority
+
+
 @pytest.mark.parametrize("env_id", ["CartPole-v1", slow("phys2d/CartPole-v1")])
 def test_how_to_log_an_image(env_id, tmp_path, monkeypatch):
     """The same code in ordinary and in compiled runs."""
@@ -444,6 +463,18 @@ def test_how_to_change_the_network(tmp_path, monkeypatch):
 def test_how_to_change_the_optimiser(tmp_path, monkeypatch):
     state, _, _ = trained(patched("change the optimiser", tmp_path, monkeypatch))
     assert state.opt_state[1][0].mu["params"]["Dense_0"]["kernel"].shape == (4, 120)
+
+
+def test_how_to_freeze_a_layer(tmp_path, monkeypatch):
+    """The first layer stays that of the run before, which had another optimiser."""
+    run = dqn_jax.Run(eval_episodes=0)
+    args = dqn_jax.Args(total_timesteps=480, learning_starts=200)
+    before, _, folder = dqn_jax.train(args, run)
+    my_dqn = patched("freeze a layer", tmp_path, monkeypatch)
+    after, _, _ = trained(my_dqn, init_from=str(folder))
+    for name, layer in after.params["params"].items():
+        stays = np.array_equal(layer["kernel"], before.params["params"][name]["kernel"])
+        assert stays == (name == "Dense_0")
 
 
 def test_how_to_change_the_exploration(tmp_path, monkeypatch):

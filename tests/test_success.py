@@ -3,6 +3,7 @@
 import environments
 import gymnasium as gym
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
@@ -93,6 +94,35 @@ def test_an_info_that_jax_cannot_trace_has_no_chart_in_compiled_runs():
     scalars, _ = read_events(dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)[2])
     assert "charts/success_rate" not in scalars
     assert "eval/success_rate" not in scalars
+
+
+class Says(environments.Chain):
+    """Two numbers for each step: the action, and 10; and what is no number."""
+
+    def transition_info(self, state, action, next_state, params=None):
+        more = {"text": "right", "place": jnp.zeros(3), "nothing": None}
+        return {"action": action, "ten": 10, "is_success": next_state == 4} | more
+
+
+def make_says(**kwargs):
+    return FunctionalJaxEnv(Says(), metadata={"render_modes": []}, **kwargs)
+
+
+gym.register("Says-v0", make_says, max_episode_steps=9, disable_env_checker=True)
+
+
+def test_numbers_in_the_info_of_a_compiled_environment_have_charts():
+    """Means over the steps of a log entry, without those that only reset. The agent is random."""
+    run = dqn_jax.Run(env_id=f"{__name__}:Says-v0", log_interval=100, eval_episodes=0)
+    args = dqn_jax.Args(**SMALL_DQN | dict(num_envs=4, end_e=1.0))
+    state, _, folder = dqn_jax.train(args, run)
+    scalars, _ = read_events(folder)
+    assert [tag for tag in scalars if tag.startswith("info/")] == ["info/action", "info/ten"]
+    assert scalars["info/ten"] == [(100, 10.0), (200, 10.0)]
+    steps = jax.tree.map(lambda x: np.asarray(x)[0], state.replay.storage)  # the last 100
+    mean = steps.action[steps.valid].mean()
+    assert scalars["info/action"][-1] == (200, pytest.approx(mean))
+    assert 0.2 < mean < 0.8
 
 
 @pytest.mark.slow
