@@ -497,6 +497,11 @@ class Trainer:
             tqdm.write(f"an evaluation cuts off episodes after {self.run.eval_max_steps:,} steps")
         return np.asarray(returns), np.where(np.isinf(succeeded), np.nan, succeeded)
 
+    def first_params(self, runner: RunnerState) -> Any:
+        """The parameters of `act` of the first agent whose numbers are finite."""
+        params = self.agent.policy_params(runner.agent)
+        return self.take_agent(params, self.sweep.first_left())
+
     def num_entries(self, step: int) -> int:
         """Log entries of the next call: up to the next checkpoint, the next evaluation or the end.
 
@@ -707,9 +712,7 @@ def train_loop(
             stop.append(signal.SIGTERM)
         is_last = is_interrupted or end >= total
         if is_last or is_due(run.checkpoint_interval, step, end):
-            params = trainer.agent.policy_params(runner.agent)
-            params = trainer.take_agent(params, trainer.sweep.first_left())
-            keeper.save(end, runner, params, list(returns))
+            keeper.save(end, runner, trainer.first_params(runner), list(returns))
         if is_interrupted:
             break
         if is_last or is_due(run.eval_interval, step, end):

@@ -35,7 +35,6 @@ class Sweep:
     """
 
     def __init__(self, args: Any, run: Any) -> None:
-        self.args = args
         self.run = run
         self.settings = make_settings(run.sweep, args)
         seeds = run.seed + np.arange(run.num_seeds)

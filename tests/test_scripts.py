@@ -175,6 +175,7 @@ def test_copied_with_buffers_alone_it_trains_and_logs(name, tmp_path):
     [
         ("--resume runs/x", "resume"),
         slow("--num-seeds 2", "num_seeds"),
+        slow("--sweep gamma=0.9,1", "sweep"),
         slow("--capture-video", "capture_video"),
         slow("--frame-stack 2", "frame_stack"),
         slow("--env-id environments:ProbeImage-v0", "images"),
