@@ -129,8 +129,10 @@ def read_into_state(file: Path, agent: Agent) -> dict[str, np.ndarray]:
     _, found = read(file)
     like = trees.by_name(jax.eval_shape(agent.init, KEY_SHAPE), "/")
     names = policy_names(agent)
-    for name in set(names) - like.keys():
-        raise UsageError(f"init_from: `policy_params` computes {name}, which is not in the State")
+    computed = [name for name in names if name not in like]
+    if computed:
+        what = f"`policy_params` computes {computed[0]}, which is not in the State"
+        raise UsageError(f"init_from: {what}: begin with the folder of the run")
     here = {name: like[name] for name in names}
     check_like(f"init_from: {file} is of another network or script", found, here)
     taken = {name: found.get(original) for name, original in copies(agent, list(like)).items()}

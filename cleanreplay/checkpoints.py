@@ -142,7 +142,9 @@ class Checkpoints:
         """The best agent of an old version, in `best/STEP`: its manager, step and metrics."""
         if not (self.folder / "best").is_dir():
             return None, None, {}
-        options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["return"])
+        options = ocp.CheckpointManagerOptions(
+            create=False, best_fn=lambda metrics: metrics["return"]
+        )
         manager = ocp.CheckpointManager(self.folder / "best", options=options)
         step = manager.best_step()
         return manager, step, {} if step is None else manager.metrics(step)

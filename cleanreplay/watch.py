@@ -8,6 +8,7 @@ import colorsys
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -91,7 +92,9 @@ def make_drawn(loaded: checkpoints.Loaded, mode: str) -> tuple[Any, Callable]:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # and for a screen
     example = agent.example_step.observation
     try:
-        envs = script.make_envs(args, replace(run, env_kwargs=kwargs, vectorization="sync"), 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of modes that an environment does not know
+            envs = script.make_envs(args, replace(run, env_kwargs=kwargs, vectorization="sync"), 1)
         if envs.single_observation_space.shape != example.shape:
             raise ValueError(f"drawn, it observes {envs.single_observation_space}")
         envs.reset()

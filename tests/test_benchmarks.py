@@ -15,6 +15,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import agents
 import async_envs
 import curves
 import machine
@@ -22,6 +23,8 @@ import replay_buffers
 import returns
 import training
 
+AGENTS = sorted(agents.AGENTS.glob("*.safetensors"))
+LEAST = {"CartPole-v1": 475.0, "LunarLander-v3": 200.0, "Pendulum-v1": -300.0}  # mean returns
 ITEM = {"action": jnp.int32(1), "observation": jnp.ones(2)}
 
 
@@ -415,3 +418,24 @@ def test_a_table_is_one_of_markdown():
 
 def test_a_package_that_is_missing_has_no_version():
     assert machine.versions(["no-such-package"]) == {"no-such-package": "not installed"}
+
+
+@pytest.mark.parametrize("file", AGENTS, ids=lambda file: file.stem)
+def test_an_agent_that_comes_with_the_project_acts_well(file):
+    env_id = file.stem.partition("__")[0]
+    if env_id.startswith("LunarLander"):
+        pytest.importorskip("Box2D")
+    assert agents.evaluate(file, episodes=3).mean() >= LEAST[env_id]
+
+
+def test_agents_that_come_with_the_project_are_small_and_name_their_script_without_a_path():
+    assert AGENTS
+    for file in AGENTS:
+        assert file.stat().st_size < 1_000_000
+        assert agents.flags(file).split()[0] in ("dqn_jax.py", "ppo_jax.py", "sac_jax.py")
+
+
+def test_the_page_of_agents_has_each_of_them_and_its_command():
+    page = (agents.ROOT / "benchmarks" / "agents.md").read_text()
+    for file in AGENTS:
+        assert f"`{file.name}` | `{agents.flags(file)}` |" in page

@@ -407,7 +407,8 @@ def test_killed_while_it_saves_a_run_goes_on_and_all_can_be_read(tmp_path):
         flags = ["--resume", str(folder)]
 
         step, state, recent = newest_checkpoint(folder)
-        assert step > newest, f"after kill {number}"
+        # A process that is killed at once may not have written the checkpoint that it began.
+        assert step >= newest, f"after kill {number}"
         assert step % 10 == 0
         newest = step
         # A row of the replay for each step, and gradient steps from step 50 on.
@@ -415,6 +416,7 @@ def test_killed_while_it_saves_a_run_goes_on_and_all_can_be_read(tmp_path):
         assert gradient_steps(state) == max(step - 50, 0) // 10
         assert np.isfinite(recent).all()
         assert load_policy(folder)(np.zeros((3, 4), np.float32)).shape == (3,)
+    assert newest > 30
 
 
 # DQN collects while a thread learns: the iteration that was learned meanwhile is not logged.

@@ -1,0 +1,83 @@
+"""Evaluates agents in files, and prints a table of their returns.
+
+    python benchmarks/agents.py
+    python benchmarks/agents.py runs/CartPole-v1__dqn_jax__1__1795189555123456/best.safetensors
+
+Each agent plays `--episodes` episodes without exploration, with the seeds 0, 1, 2 and so on.
+Without a file it is those in benchmarks/agents. With `--store` the files are copied there.
+"""
+
+import argparse
+import re
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from machine import ROOT, table
+
+from cleanreplay import agent_file, checkpoints
+from cleanreplay.watch import play
+
+AGENTS = ROOT / "benchmarks" / "agents"
+HEADS = ["agent", "flags", "steps", "return", "lowest", "highest", "kB"]
+
+
+def evaluate(file: Path, episodes: int) -> np.ndarray:
+    """The returns [episodes] of an agent."""
+    script = ROOT / agent_file.read_about(file)["script"]
+    agent, params, module, args, run = checkpoints.load_agent(file, script)
+    with closing(module.make_envs(args, replace(run, vectorization="sync"), 1)) as envs:
+        played = [
+            play(agent, params, envs, seed, run.eval_max_steps, lambda observation: None)
+            for seed in range(episodes)
+        ]
+    return np.array([episodic_return for _, episodic_return in played])
+
+
+def flags(file: Path) -> str:
+    """The command that trained an agent: its script, and the flags that are no defaults."""
+    about = agent_file.read_about(file)
+    module = checkpoints.import_script(ROOT / about["script"])
+    given = [about["script"]]
+    for name, kind in {"run": module.Run, "args": module.Args}.items():
+        for flag, default in vars(kind()).items():
+            value = about[name].get(flag, default)
+            if value != (list(default) if isinstance(default, tuple) else default):
+                given.append(f"--{flag.replace('_', '-')} {value}")
+    return " ".join(given)
+
+
+def store(file: Path) -> Path:
+    """Copies an agent to benchmarks/agents. It names its script without a path, to be found."""
+    about, arrays = agent_file.read(file)
+    name = f"{about['run']['env_id']}__{about['run']['exp_name']}"
+    copy = AGENTS / f"{re.sub('[/:]', '-', name)}.safetensors"
+    agent_file.write(copy, arrays, about | {"script": Path(about["script"]).name})
+    return copy
+
+
+def row(file: Path, returns: np.ndarray) -> list[str]:
+    """That of the table."""
+    spread = f"{returns.mean():.1f} ± {returns.std(ddof=1):.1f}"
+    steps = f"{agent_file.read_about(file)['step']:,}"
+    ends = [f"{returns.min():.1f}", f"{returns.max():.1f}"]
+    size = f"{file.stat().st_size / 1_000:.0f}"
+    return [f"`{file.name}`", f"`{flags(file)}`", steps, spread, *ends, size]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help="of agents")
+    parser.add_argument("--episodes", type=int, default=100, help="of each agent")
+    parser.add_argument("--store", action="store_true", help="copy the files to benchmarks/agents")
+    given = parser.parse_args()
+    files = given.files or sorted(AGENTS.glob("*.safetensors"))
+    if given.store:
+        files = [store(file) for file in files]
+    print(table(HEADS, [row(file, evaluate(file, given.episodes)) for file in files]))
+
+
+if __name__ == "__main__":
+    main()
