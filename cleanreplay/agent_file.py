@@ -56,8 +56,9 @@ class BestAgent:
             return
         self.score, self.step = float(score), step
         names, leaves = policy_names(self.agent), jax.tree.leaves(params)
-        args = self.about["args"] | (own or {})
-        about = self.about | {"args": args, "step": step, "return": self.score}
+        own = own or {}
+        about = self.about | {"args": self.about["args"] | own, "own": own}
+        about |= {"step": step, "return": self.score}
         write(self.file, dict(zip(names, leaves, strict=True)), about)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -366,8 +367,10 @@ def load_agent(place: Path | str, script: Path | str = "") -> Loaded:
     """The best agent of a run, or that of a file."""
     saved = usage.read_run(place)
     module = import_script(Path(script or saved["script"]))
+    run, args = usage.read_flags(place, module.Run, module.Args)
     file = agent_file.find(place)
-    run, args = usage.read_flags(file or place, module.Run, module.Args)
+    if file:
+        args = replace(args, **agent_file.read_about(file)["own"])
     usage.check_flags(args, run)
     observation_space, action_space = spaces_of(saved, partial(module.make_envs, args, run), run)
     agent = module.Agent(args, observation_space, action_space)
