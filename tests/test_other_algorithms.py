@@ -285,6 +285,14 @@ def test_the_greedy_action_has_the_largest_mean(make):
     np.testing.assert_array_equal(agent.act(jnp.float32(target.ravel()), observation), 0)
 
 
+@pytest.mark.parametrize("name", ["c51_jax", "qr_dqn_jax"])
+@pytest.mark.parametrize("observation", [np.zeros((6, 4)), np.zeros((6, 84, 84), np.uint8)])
+def test_the_network_has_numbers_of_each_action_for_vectors_and_images(name, observation):
+    network = other_algorithm(name).QNetwork(3, 7)
+    output, _ = jax.eval_shape(network.init_with_output, KEY, observation)
+    assert output.shape == (6, 3, 7)
+
+
 OF_RETURNS = {
     "c51_jax": dict(n_atoms=21, v_min=-2.5, v_max=2.5),
     "qr_dqn_jax": dict(n_quantiles=5, learning_rate=5e-3),
