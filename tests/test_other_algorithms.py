@@ -33,8 +33,8 @@ KEY = jax.random.PRNGKey(0)
 HOW = """
 {diff} does not apply to {script}.py, which was edited. Make it anew:
     cp {script}.py {name}.py
-    git apply --reject {diff}
-(edit {name}.py as {name}.py.rej says what did not apply)
+    patch {name}.py {diff}
+(what did not apply is in {name}.py.rej: edit {name}.py)
     diff -U1 --label a/{name}.py --label b/{name}.py {script}.py {name}.py > {diff}
 """
 
@@ -214,7 +214,7 @@ def test_gradient_of_c51_is_that_of_the_cross_entropy():
 
 
 def plain_quantile_loss(quantiles, targets, kappa):
-    """The sum over quantiles of the mean over targets: eq. 10 and algorithm 1 of the paper."""
+    """The sum over quantiles of the mean over targets: algorithm 1 of the paper."""
     total = 0.0
     for i, quantile in enumerate(quantiles):
         fraction = (2 * i + 1) / (2 * len(quantiles))
