@@ -33,8 +33,8 @@ KEY = jax.random.PRNGKey(0)
 HOW = """
 {diff} does not apply to {script}.py, which was edited. Make it anew:
     cp {script}.py {name}.py
-    git apply --reject {diff}
-(edit {name}.py as {name}.py.rej says what did not apply)
+    patch {name}.py {diff}
+(what did not apply is in {name}.py.rej: edit {name}.py)
     diff -U1 --label a/{name}.py --label b/{name}.py {script}.py {name}.py > {diff}
 """
 
@@ -214,7 +214,7 @@ def test_gradient_of_c51_is_that_of_the_cross_entropy():
 
 
 def plain_quantile_loss(quantiles, targets, kappa):
-    """The sum over quantiles of the mean over targets: eq. 10 and algorithm 1 of the paper."""
+    """The sum over quantiles of the mean over targets: algorithm 1 of the paper."""
     total = 0.0
     for i, quantile in enumerate(quantiles):
         fraction = (2 * i + 1) / (2 * len(quantiles))
@@ -283,6 +283,14 @@ def test_the_greedy_action_has_the_largest_mean(make):
     observation = np.ones((2, 1), np.float32)
     np.testing.assert_array_equal(agent.act(jnp.float32(online.ravel()), observation), 1)
     np.testing.assert_array_equal(agent.act(jnp.float32(target.ravel()), observation), 0)
+
+
+@pytest.mark.parametrize("name", ["c51_jax", "qr_dqn_jax"])
+@pytest.mark.parametrize("observation", [np.zeros((6, 4)), np.zeros((6, 84, 84), np.uint8)])
+def test_the_network_has_numbers_of_each_action_for_vectors_and_images(name, observation):
+    network = other_algorithm(name).QNetwork(3, 7)
+    output, _ = jax.eval_shape(network.init_with_output, KEY, observation)
+    assert output.shape == (6, 3, 7)
 
 
 OF_RETURNS = {
