@@ -40,7 +40,9 @@ class Flags:
 
 def watch(flags: Flags) -> list[float]:
     """Shows episodes, prints their returns and returns them."""
+    script: Any
     agent, params, script, args, run = checkpoints.load_agent(flags.agent, flags.script)
+    sys.path.append(str(Path(script.__file__).parent))  # for environments beside the script
     output = output_of(flags)
     mode = "rgb_array" if output else "human"
     envs, draw = make_drawn(agent, script, args, run, mode)
