@@ -7,6 +7,7 @@ run, so that the file alone is an agent.
 
 import json
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,15 @@ class BestAgent:
         if not math.isfinite(score) or score <= self.score or step == self.step:
             return
         self.score, self.step = float(score), step
-        names, leaves = policy_names(self.agent), jax.tree.leaves(params)
         own = own or {}
         about = self.about | {"args": self.about["args"] | own, "own": own}
-        about |= {"step": step, "return": self.score}
-        write(self.file, dict(zip(names, leaves, strict=True)), about)
+        arrays = dict(zip(self.names, jax.tree.leaves(params), strict=True))
+        write(self.file, arrays, about | {"step": step, "return": self.score})
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Those of the arrays: to find them takes longer than to write them."""
+        return policy_names(self.agent)
 
 
 def write(file: Path, arrays: dict[str, Any], about: dict) -> None:

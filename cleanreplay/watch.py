@@ -42,6 +42,8 @@ def watch(flags: Flags) -> list[float]:
     """Shows episodes, prints their returns and returns them."""
     loaded = checkpoints.load_agent(flags.agent, flags.script)
     agent, params, run = loaded.agent, loaded.params, loaded.run
+    script: Any = loaded.script
+    sys.path.append(str(Path(script.__file__).parent))  # for environments beside the script
     output = output_of(flags)
     mode = "rgb_array" if output else "human"
     envs, draw = make_drawn(loaded, mode)
