@@ -175,7 +175,7 @@ class DQN:
         if not args.batch_size <= self.learning_starts < args.total_timesteps:
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         if not isinstance(action_space, gym.spaces.Discrete):
-            raise UsageError(f"DQN takes Discrete actions, not {action_space}")
+            raise UsageError(f"DQN takes Discrete actions, not {action_space}: try ppo_jax.py")
         self.args = args
         self.shard_batch = shard_batch
         self.draw = draw

@@ -9,7 +9,8 @@ from them. If the environment is written in JAX, cleanreplay/compiled.py makes o
 Advantages of Schulman et al. 2016, arXiv 1506.02438, and details of Huang et al. 2022, "The 37
 implementation details of PPO". Differs: if a time limit truncates an episode, its advantages
 bootstrap; running statistics change between rollouts; a Box with bounds is scaled to -1 and 1.
-B: batch size. A: number of discrete actions, or dimension of a Box action.
+B: batch size. A: number of discrete actions, or size of a Box action. K MultiDiscrete
+actions have A / K logits each: the largest of their numbers.
 """
 
 # `uv run` and `pipx run` install what is listed here.
@@ -94,15 +95,17 @@ class Args:
 
 
 class ActorCritic(nn.Module):
-    """Logits [B, A], or if `is_gaussian` means and log deviations [B, 2 A]; and V(s) [B].
+    """The policy and V(s) [B].
 
-    The actor and the critic share only the convolutions of images.
+    The policy is logits [B, A], or [B, K, A / K] if there are `choices`, or if `is_gaussian` means
+    and log deviations [B, 2 A]. The actor and the critic share only the convolutions of images.
     """
 
     num_actions: int
     is_gaussian: bool
     hidden_sizes: tuple[int, ...] = (64, 64)
     layout: tuple = ()  # of observations that are images and numbers, packed into bytes
+    choices: tuple[int, ...] = ()  # their numbers in K MultiDiscrete actions
 
     @nn.compact
     def __call__(self, x):
@@ -124,6 +127,10 @@ class ActorCritic(nn.Module):
             critic = mlp(x)
         output = dense(actor, self.num_actions, 0.01)
         value = dense(critic, 1, 1.0)
+        if self.choices:  # each action has as many logits, and those of no choice are ruled out
+            output = output.reshape(len(x), len(self.choices), -1)
+            exists = np.arange(output.shape[-1]) < np.array(self.choices)[:, None]
+            output = jnp.where(exists, output, -1e9)
         if self.is_gaussian:
             log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,), jnp.float32)
             output = jnp.concatenate([output, jnp.broadcast_to(log_std, output.shape)], axis=-1)
@@ -217,7 +224,7 @@ def discounted_sum(x, discount, first, reverse: bool = False):
 
 
 def log_prob_and_entropy(output, action):
-    """Log-probabilities and entropies [B] of actions [B] int32 or [B, A] float32."""
+    """Log-probabilities and entropies [B] of actions [B (, K)] int32 or [B, A] float32."""
     if jnp.issubdtype(action.dtype, jnp.integer):
         log_probs = nn.log_softmax(output)
         # One-hot instead of indexing, whose gradient is a slow scatter.
@@ -230,6 +237,7 @@ def log_prob_and_entropy(output, action):
         constant = log_std + 0.5 * math.log(2 * math.pi)
         log_prob = -0.5 * deviations**2 - constant
         entropy = constant + 0.5
+    log_prob, entropy = [x.reshape(len(action), -1) for x in (log_prob, entropy)]
     return log_prob.sum(axis=-1), entropy.sum(axis=-1)
 
 
@@ -252,10 +260,21 @@ class PPO:
     def __init__(
         self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
     ):
-        is_vector = isinstance(action_space, Box) and len(action_space.shape) == 1
-        self.is_box = is_vector and np.issubdtype(action_space.dtype, np.floating)
-        if not self.is_box and not isinstance(action_space, gym.spaces.Discrete):
-            raise UsageError(f"PPO takes Discrete actions or a Box [A] of floats: {action_space}")
+        self.is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f"
+        choices: tuple = ()
+        if self.is_box:
+            num_actions = action_space.low.size
+            action = np.zeros(num_actions, np.float32)
+        elif isinstance(action_space, gym.spaces.Discrete):
+            num_actions = int(action_space.n)
+            action = np.int32(0)
+        elif isinstance(action_space, gym.spaces.MultiDiscrete):
+            choices = tuple(action_space.nvec.ravel().tolist())
+            num_actions = len(choices) * max(choices)
+            action = np.zeros(len(choices), np.int32)
+        else:
+            takes = "Discrete or MultiDiscrete actions, or a Box of floats"
+            raise UsageError(f"PPO takes {takes}, not {action_space}: add a gym.ActionWrapper")
         self.args = args
         self.shard_batch = shard_batch
         self.action_space = action_space
@@ -268,18 +287,17 @@ class PPO:
         self.steps_per_iteration = args.num_envs * args.num_steps
         if self.steps_per_iteration % args.num_minibatches > 0:
             raise UsageError("num_minibatches must divide num_envs * num_steps")
-        num_actions = action_space.shape[0] if self.is_box else int(action_space.n)
         has_image_dtype = observation_space.dtype in (np.uint8, bool)
         dtype = observation_space.dtype if has_image_dtype else np.float32
         observation = np.zeros(observation_space.shape, dtype)
-        action = np.zeros(num_actions, np.float32) if self.is_box else np.int32(0)
         flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
         self.example_step = Step(observation, action, np.float32(0), **flags)
         layout = getattr(observation_space, "layout", ())
         has_image = dtype != np.float32 and (observation.ndim > 1 or layout)
         if args.normalize_observations == "yes" and has_image:
             raise UsageError("normalize_observations takes no images: the network scales them")
-        self.network: Any = ActorCritic(num_actions, self.is_box, args.hidden_sizes, layout)
+        sizes = (args.hidden_sizes, layout, choices)
+        self.network: Any = ActorCritic(num_actions, self.is_box, *sizes)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def optimizer(self, learning_rate):
@@ -320,13 +338,13 @@ class PPO:
         return state.params, state.obs_rms
 
     def act(self, params, observation, key=None, step=0):
-        """Chooses actions [N] or [N, A]: draws from the policy if there is a key, or its mode."""
+        """Chooses actions [N (, K or A)]: draws from the policy if there is a key, or its mode."""
         network_params, obs_rms = params
         output, _ = self.network.apply(network_params, normalize(observation, obs_rms))
         if key is not None:
             # 0 * output: the draw waits for the output. Else XLA starts a thread for it, and a call
             # takes 160 us instead of 45 (Box actions [4, 6], JAX 0.12, 2 cores).
-            key = jax.random.fold_in(key, step + jnp.int32(0 * output[0, 0]))
+            key = jax.random.fold_in(key, step + jnp.int32(0 * output.ravel()[0]))
         if not self.is_box:
             return jnp.argmax(output, -1) if key is None else jax.random.categorical(key, output)
         action, log_std = jnp.split(output, 2, axis=-1)
@@ -337,11 +355,12 @@ class PPO:
 
     def to_env_action(self, action):
         """The environment's actions. -1 to 1 becomes low to high; the loss uses `action`."""
-        box = self.action_space
+        space = self.action_space
+        action = action.reshape(len(action), *space.shape)
         if not self.is_box:
-            return action + int(box.start)
-        action = (self.middle + self.half * action).clip(box.low, box.high)
-        return action.astype(min(box.dtype, action.dtype))  # JAX has no float64
+            return action + np.asarray(space.start, action.dtype)
+        action = (self.middle + self.half * action).clip(space.low, space.high)
+        return action.astype(min(space.dtype, action.dtype))  # JAX has no float64
 
     def policy(self, params, key=None):
         """A function from NumPy observations [N, ...] to the environment's actions [N, ...]."""

@@ -202,7 +202,8 @@ class R2D2:
         if not smallest <= self.learning_starts < args.total_timesteps:
             raise UsageError(f"learning_starts must be from {smallest} to total_timesteps - 1")
         if not isinstance(action_space, gym.spaces.Discrete):
-            raise UsageError(f"R2D2 takes Discrete actions, not {action_space}")
+            what = f"R2D2 takes Discrete actions, not {action_space}"
+            raise UsageError(f"{what}: try recurrent_ppo_jax.py")
         self.args = args
         self.shard_batch = shard_batch
         self.num_actions = int(action_space.n)

@@ -11,7 +11,8 @@ steps, which begin with the memory that is stored with the first. Advantages of 
 2016, arXiv 1506.02438, and details of Huang et al. 2022, "The 37 implementation details of PPO".
 Differs: if a time limit truncates an episode, its advantages bootstrap; running statistics change
 between rollouts; a Box with bounds is scaled to -1 and 1.
-B: batch size. A: number of discrete actions, or dimension of a Box action.
+B: batch size. A: number of discrete actions, or size of a Box action. K MultiDiscrete
+actions have A / K logits each: the largest of their numbers.
 """
 
 # `uv run` and `pipx run` install what is listed here.
@@ -101,8 +102,9 @@ class Args:
 class ActorCritic(nn.Module):
     """The policy and V(s) [W, B] of W consecutive steps, and the carry after them.
 
-    The policy is logits [W, B, A], or if `is_gaussian` means and log deviations [W, B, 2 A]. Actor
-    and critic share an LSTM. Its carry is 0 after steps that are not `valid`.
+    The policy is logits [W, B, A], or [W, B, K, A / K] if there are `choices`, or if `is_gaussian`
+    means and log deviations [W, B, 2 A]. Actor and critic share an LSTM. Its carry is 0 after steps
+    that are not `valid`.
     """
 
     num_actions: int
@@ -110,6 +112,7 @@ class ActorCritic(nn.Module):
     hidden_size: int
     last_action: bool  # whether it sees the last action: zeros if there was none
     layout: tuple = ()  # of observations that are images and numbers, packed into bytes
+    choices: tuple[int, ...] = ()  # their numbers in K MultiDiscrete actions
 
     @nn.compact
     def __call__(self, carry, observation, last_action, valid):
@@ -133,6 +136,10 @@ class ActorCritic(nn.Module):
         critic = nn.tanh(dense(x, self.hidden_size, 2**0.5))
         output = dense(actor, self.num_actions, 0.01)
         value = dense(critic, 1, 1.0)
+        if self.choices:  # each action has as many logits, and those of no choice are ruled out
+            output = output.reshape(*valid.shape, len(self.choices), -1)
+            exists = np.arange(output.shape[-1]) < np.array(self.choices)[:, None]
+            output = jnp.where(exists, output, -1e9)
         if self.is_gaussian:
             log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,), jnp.float32)
             output = jnp.concatenate([output, jnp.broadcast_to(log_std, output.shape)], axis=-1)
@@ -237,7 +244,7 @@ def discounted_sum(x, discount, first, reverse: bool = False):
 
 
 def log_prob_and_entropy(output, action):
-    """Log-probabilities and entropies [...] of actions [...] int32 or [..., A] float32."""
+    """Log-probabilities and entropies [W, B] of actions [W, B (, K)] int32 or [W, B, A] float32."""
     if jnp.issubdtype(action.dtype, jnp.integer):
         log_probs = nn.log_softmax(output)
         # One-hot instead of indexing, whose gradient is a slow scatter.
@@ -250,6 +257,7 @@ def log_prob_and_entropy(output, action):
         constant = log_std + 0.5 * math.log(2 * math.pi)
         log_prob = -0.5 * deviations**2 - constant
         entropy = constant + 0.5
+    log_prob, entropy = [x.reshape(*action.shape[:2], -1) for x in (log_prob, entropy)]
     return log_prob.sum(axis=-1), entropy.sum(axis=-1)
 
 
@@ -274,10 +282,21 @@ class RecurrentPPO:
     def __init__(
         self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
     ):
-        is_vector = isinstance(action_space, Box) and len(action_space.shape) == 1
-        self.is_box = is_vector and np.issubdtype(action_space.dtype, np.floating)
-        if not self.is_box and not isinstance(action_space, gym.spaces.Discrete):
-            raise UsageError(f"PPO takes Discrete actions or a Box [A] of floats: {action_space}")
+        self.is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f"
+        choices: tuple = ()
+        if self.is_box:
+            num_actions = action_space.low.size
+            action = np.zeros(num_actions, np.float32)
+        elif isinstance(action_space, gym.spaces.Discrete):
+            num_actions = int(action_space.n)
+            action = np.int32(0)
+        elif isinstance(action_space, gym.spaces.MultiDiscrete):
+            choices = tuple(action_space.nvec.ravel().tolist())
+            num_actions = len(choices) * max(choices)
+            action = np.zeros(len(choices), np.int32)
+        else:
+            takes = "Discrete or MultiDiscrete actions, or a Box of floats"
+            raise UsageError(f"PPO takes {takes}, not {action_space}: add a gym.ActionWrapper")
         self.args = args
         self.shard_batch = shard_batch
         self.action_space = action_space
@@ -293,12 +312,10 @@ class RecurrentPPO:
             raise UsageError("sequence_length must divide num_steps")
         if self.num_sequences % args.num_minibatches > 0:
             raise UsageError("num_minibatches must divide num_envs * num_steps / sequence_length")
-        num_actions = action_space.shape[0] if self.is_box else int(action_space.n)
         self.num_actions = num_actions
         has_image_dtype = observation_space.dtype in (np.uint8, bool)
         dtype = observation_space.dtype if has_image_dtype else np.float32
         observation = np.zeros(observation_space.shape, dtype)
-        action = np.zeros(num_actions, np.float32) if self.is_box else np.int32(0)
         carry = np.zeros(args.hidden_size, np.float32)
         memory = (carry, carry, np.zeros(num_actions, np.float32))
         flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
@@ -308,7 +325,7 @@ class RecurrentPPO:
         if args.normalize_observations == "yes" and has_image:
             raise UsageError("normalize_observations takes no images: the network scales them")
         sizes = (args.hidden_size, args.last_action)
-        self.network: Any = ActorCritic(num_actions, self.is_box, *sizes, layout)
+        self.network: Any = ActorCritic(num_actions, self.is_box, *sizes, layout, choices)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def optimizer(self, learning_rate):
@@ -357,13 +374,15 @@ class RecurrentPPO:
         return tuple([np.zeros((num_envs, *x.shape), x.dtype) for x in example])
 
     def encode(self, action):
-        """Actions [...] or [..., A] as the network sees those of the step before: [..., A]."""
+        """Actions [N], [N, K] or [N, A] as the network sees those of the step before: [N, A]."""
         if self.is_box:
             return jnp.clip(action, -1, 1)
-        return jax.nn.one_hot(action, self.num_actions, dtype=jnp.float32)
+        choices = max(self.network.choices, default=self.num_actions)
+        one_hot = jax.nn.one_hot(action, choices, dtype=jnp.float32)
+        return one_hot.reshape(len(action), self.num_actions)
 
     def act(self, params, observation, memory, key=None, step=0):
-        """Chooses actions [N] or [N, A]: draws from the policy if there is a key, or its mode.
+        """Chooses actions [N (, K or A)]: draws from the policy if there is a key, or its mode.
 
         And the memory after them.
         """
@@ -386,11 +405,12 @@ class RecurrentPPO:
 
     def to_env_action(self, action):
         """The environment's actions. -1 to 1 becomes low to high; the loss uses `action`."""
-        box = self.action_space
+        space = self.action_space
+        action = action.reshape(len(action), *space.shape)
         if not self.is_box:
-            return action + int(box.start)
-        action = (self.middle + self.half * action).clip(box.low, box.high)
-        return action.astype(min(box.dtype, action.dtype))  # JAX has no float64
+            return action + np.asarray(space.start, action.dtype)
+        action = (self.middle + self.half * action).clip(space.low, space.high)
+        return action.astype(min(space.dtype, action.dtype))  # JAX has no float64
 
     def policy(self, params, key=None):
         """A function from NumPy observations [N, ...] to the environment's actions [N, ...].

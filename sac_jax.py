@@ -216,7 +216,8 @@ class SAC:
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         is_bounded = isinstance(action_space, Box) and action_space.is_bounded()
         if not is_bounded or action_space.dtype.kind != "f" or len(action_space.shape) != 1:
-            raise UsageError(f"SAC takes a Box [A] of floats with finite bounds: {action_space}")
+            what = "SAC takes a Box [A] of floats with finite bounds"
+            raise UsageError(f"{what}, not {action_space}: try ppo_jax.py")
         self.args = args
         self.random_steps = 0 if args.init_from else self.learning_starts
         self.shard_batch = shard_batch

@@ -26,8 +26,9 @@ HEADS = ["agent", "flags", "steps", "return", "lowest", "highest", "kB"]
 def evaluate(file: Path, episodes: int) -> np.ndarray:
     """The returns [episodes] of an agent."""
     script = ROOT / agent_file.read_about(file)["script"]
-    agent, params, module, args, run = checkpoints.load_agent(file, script)
-    with closing(module.make_envs(args, replace(run, vectorization="sync"), 1)) as envs:
+    loaded = checkpoints.load_agent(file, script)
+    agent, params, run = loaded.agent, loaded.params, replace(loaded.run, vectorization="sync")
+    with closing(loaded.script.make_envs(loaded.args, run, 1)) as envs:
         played = [
             play(agent, params, envs, seed, run.eval_max_steps, lambda observation: None)
             for seed in range(episodes)

@@ -370,7 +370,7 @@ def load_agent(place: Path | str, script: Path | str = "") -> Loaded:
     run, args = usage.read_flags(place, module.Run, module.Args)
     file = agent_file.find(place)
     if file:
-        args = replace(args, **agent_file.read_about(file)["own"])
+        args = replace(args, **agent_file.read_about(file).get("own", {}))
     usage.check_flags(args, run)
     observation_space, action_space = spaces_of(saved, partial(module.make_envs, args, run), run)
     agent = module.Agent(args, observation_space, action_space)

@@ -1,6 +1,7 @@
 """The spaces that an agent is made for, as JSON: so that it can be loaded without its environment.
 
-A space other than Box and Discrete is None. `load_policy` then makes the environment.
+A space other than Box, Discrete and MultiDiscrete is None. For it `load_policy` makes
+the environment.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, Space
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 
 from cleanreplay import images
 from cleanreplay.packed import Packed, Part
@@ -33,6 +34,8 @@ def to_json(space: Space) -> dict | None:
     """A space as JSON."""
     if isinstance(space, Discrete):
         return {"n": int(space.n), "start": int(space.start)}
+    if isinstance(space, MultiDiscrete):
+        return {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
     if isinstance(space, Box):
         about = {"shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
         about |= {"low": bounds(space.low), "high": bounds(space.high)}
@@ -50,6 +53,8 @@ def from_json(about: dict) -> Space:
     """The space of which `to_json` made this."""
     if "n" in about:
         return Discrete(about["n"], start=about["start"])
+    if "nvec" in about:
+        return MultiDiscrete(np.array(about["nvec"]), start=np.array(about["start"]))
     shape = tuple(about["shape"])
     if "layout" in about:
         layout = tuple(Part(name, tuple(of_one), dtype) for name, of_one, dtype in about["layout"])

@@ -248,6 +248,35 @@ class Chain(FuncEnv):
         return state == 4
 
 
+class Answers(FuncEnv):
+    """One step: reward 1 for each of two answers that is right, of three choices and of five.
+
+    The right ones are observed one-hot. The first answer counts from 1, the second from -2.
+    """
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (8,), np.float32)
+    action_space = gym.spaces.MultiDiscrete([3, 5], start=[1, -2])
+
+    def initial(self, rng, params=None):
+        return jnp.append(jax.random.randint(rng, (2,), 0, jnp.array([3, 5])), 0)
+
+    def transition(self, state, action, rng, params=None):
+        return state.at[2].set(1)
+
+    def observation(self, state, rng, params=None):
+        return jnp.concatenate([jax.nn.one_hot(state[0], 3), jax.nn.one_hot(state[1], 5)])
+
+    def reward(self, state, action, next_state, rng, params=None):
+        return (action == state[:2] + jnp.array([1, -2])).astype(jnp.float32).sum()
+
+    def terminal(self, state, rng, params=None):
+        return state[2] == 1
+
+
+def make_answers(**kwargs: Any) -> FunctionalJaxEnv:
+    return FunctionalJaxEnv(Answers(), metadata={"render_modes": []}, **kwargs)
+
+
 def make_chain(**kwargs: Any) -> FunctionalJaxEnv:
     return FunctionalJaxEnv(Chain(), metadata={"render_modes": []}, **kwargs)
 
@@ -258,6 +287,7 @@ def make_chains(num_envs: int, **kwargs: Any) -> FunctionalJaxVectorEnv:
 
 unchecked = {"max_episode_steps": 9, "disable_env_checker": True}
 gym.register("Chain-v0", make_chain, **unchecked)
+gym.register("Answers-v0", make_answers, **unchecked)
 gym.register("ChainVector-v0", vector_entry_point=make_chains, **unchecked)
 gym.register(
     "ChainWrapped-v0",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from helpers import SMALL_DQN, SMALL_PPO, make_agent, slow
 
 import cleanreplay
@@ -526,6 +526,8 @@ def test_a_compiled_run_keeps_the_spaces_that_its_agent_sees():
     [
         Discrete(3),
         Discrete(5, start=-2),
+        MultiDiscrete([3, 5], start=[1, -2]),
+        MultiDiscrete([[3, 5], [2, 2]]),
         Box(-np.inf, np.inf, (3,), np.float32),
         Box(np.float32([0.1, -np.inf, 1e-45]), np.float32([1 / 3, 2, np.inf]), dtype=np.float32),
         Box(-0.1, 0.1, (2, 3), np.float64),

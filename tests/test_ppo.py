@@ -15,7 +15,7 @@ import optax
 import pytest
 import scipy.special
 import scipy.stats
-from helpers import make_agent, slow
+from helpers import make_agent, read_events, slow
 from jax.flatten_util import ravel_pytree
 from optax.tree_utils import tree_get
 
@@ -100,6 +100,7 @@ LAST = np.random.default_rng(9).normal(size=(4, 3)).astype(np.float32)  # after 
 OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE = gym.spaces.Discrete(2)
 BOX = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+MULTI = gym.spaces.MultiDiscrete([3, 5], start=[1, -2])
 KEY = jax.random.PRNGKey(7)
 # XLA compiles in half of the time.
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -239,6 +240,23 @@ def test_discrete_actions_are_drawn_from_the_policy():
     np.testing.assert_array_equal(agent.act(params, np.zeros((5, 3), np.float32)), 2)
 
 
+def test_multi_discrete_actions_are_drawn_from_the_policy_and_only_those_that_exist():
+    """The first has three choices, and the logits of two more must not count."""
+    p = np.array([0.1, 0.2, 0.7]), np.array([0.3, 0.1, 0.1, 0.4, 0.1])
+    agent, params = fixed_policy(MULTI, np.concatenate([np.log(p[0]), [9.0, 9.0], np.log(p[1])]))
+    first, second = explore(agent, params).T
+    assert first.max() < 3
+    counts = np.bincount(first * 5 + second, minlength=15)
+    assert scipy.stats.chisquare(counts, 20_000 * np.outer(*p).ravel()).pvalue > 1e-3
+    np.testing.assert_array_equal(agent.act(params, np.zeros((4, 3), np.float32)), [[2, 3]] * 4)
+    output, _ = agent.network.apply(params[0], np.zeros((4, 3), np.float32))
+    action = np.array([[0, 0], [2, 3], [1, 4], [2, 0]], np.int32)
+    log_prob, entropy = ppo_jax.log_prob_and_entropy(output, action)
+    wanted = np.log(p[0][action[:, 0]] * p[1][action[:, 1]])
+    np.testing.assert_allclose(log_prob, wanted, rtol=1e-5)
+    np.testing.assert_allclose(entropy, sum(map(scipy.stats.entropy, p)), rtol=1e-5)
+
+
 def test_continuous_actions_are_drawn_from_the_policy():
     log_std = jnp.log(np.array([3.0, 0.5], np.float32))
     agent, params = fixed_policy(BOX, [1.0, -2.0], log_std=log_std)
@@ -271,7 +289,14 @@ def test_act_sees_normalised_observations():
 
 @pytest.mark.parametrize(
     "space",
-    [gym.spaces.Discrete(3, start=1), gym.spaces.Box(300, 500, (2,)), gym.spaces.Box(-1, 9, (2,))],
+    [
+        gym.spaces.Discrete(3, start=1),
+        MULTI,
+        gym.spaces.MultiDiscrete([[2, 4], [3, 2]]),
+        gym.spaces.Box(300, 500, (2,)),
+        gym.spaces.Box(-1, 9, (2,)),
+        gym.spaces.Box(np.float32([[0, 1, 2], [3, 4, 5]]), 9.0),
+    ],
     ids=str,
 )
 def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(space):
@@ -354,6 +379,22 @@ def test_actions_have_the_dtype_of_their_space(dtype):
 def test_discrete_actions_are_counted_from_the_start_of_the_space(array):
     agent = PPO(Args(), OBSERVATIONS, gym.spaces.Discrete(3, start=-1))
     assert agent.to_env_action(array([0, 2])).tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_multi_discrete_actions_are_counted_from_each_start_of_the_space(array):
+    agent = PPO(Args(), OBSERVATIONS, MULTI)
+    assert agent.to_env_action(array([[0, 0], [2, 4]])).tolist() == [[1, -2], [3, 2]]
+
+
+@IN_BOTH_LOOPS
+def test_actions_of_a_box_of_two_dimensions_are_scaled_each_by_its_own_bounds(is_compiled):
+    space = gym.spaces.Box(np.float32([[0, 10, -1]] * 2), np.float32([[1, 20, 1], [3, 30, 9]]))
+    agent = PPO(Args(), OBSERVATIONS, space)
+    convert = jax.jit(agent.to_env_action) if is_compiled else agent.to_env_action
+    got = convert(np.float32([[-1] * 6, [0, 0, 0, 1, 1, 1]]))
+    wanted = [[[0, 10, -1]] * 2, [[0.5, 15, 0], [3, 30, 9]]]
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_the_first_policy_covers_the_box_and_the_rollout_keeps_its_tails():
@@ -499,9 +540,12 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
 @pytest.mark.parametrize(
     ("flags", "space", "message"),
     [
-        ({}, gym.spaces.MultiDiscrete([2, 2]), r"PPO takes Discrete .* a Box \[A\] of floats: Mul"),
-        ({}, gym.spaces.Box(-1, 1, (2, 3)), r"PPO takes Discrete .* a Box \[A\] of floats: Box"),
-        ({}, gym.spaces.Box(0, 3, (2,), np.int32), r"a Box \[A\] of floats: Box"),
+        ({}, gym.spaces.MultiBinary(2), r"takes Discrete or Mul.*, not MultiBinary.*ActionWrapper"),
+        (
+            {},
+            gym.spaces.Box(0, 3, (2,), np.int32),
+            r"a Box of floats, not Box\(0, 3.*ActionWrapper",
+        ),
         (dict(num_envs=3, num_steps=5), DISCRETE, r"num_minibatches must divide num_envs \* num"),
     ],
 )
@@ -792,13 +836,31 @@ def test_continuous_probes_are_learned():
 
     output, value = at("match", -0.2, 0.2)
     mean, log_std = output.T
-    np.testing.assert_allclose(agent.to_env_action(mean), [380, 420], atol=5)
+    np.testing.assert_allclose(agent.to_env_action(mean), [[380], [420]], atol=5)
     assert (log_std < -0.5).all()  # less and less noise
     np.testing.assert_allclose(value, -np.exp(2 * log_std), atol=0.05)
     _, value = at("truncation", 0)
     np.testing.assert_allclose(value, [2], atol=0.05)  # a cut is not an end
     _, value = at("termination", 0, 1)
     np.testing.assert_allclose(value, [1.5, 1], atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sync", "auto"], ids=["ordinary", "compiled"])
+def test_multi_discrete_actions_are_learned_and_its_policy_can_be_loaded(how):
+    """The reward of two right answers is 2."""
+    flags = dict(num_envs=16, num_steps=16, learning_rate=6e-3, ent_coef=0.0)
+    args = Args(total_timesteps=20_480, **flags)
+    run = Run(env_id="environments:Answers-v0", vectorization=how, log_interval=20_480)
+    state, _, folder = train(args, run)
+    assert read_events(folder)[0]["eval/episodic_return"] == [(20_480, 2.0)]
+    params = state.params if how == "sync" else jax.tree.map(lambda x: x[0], state.params)
+    first, second = np.divmod(np.arange(15), 5)
+    observations = np.concatenate([np.eye(3)[first], np.eye(5)[second]], axis=1, dtype=np.float32)
+    _, value = make_agent(ppo_jax, args, run).network.apply(params, observations)
+    np.testing.assert_allclose(value, 2.0, atol=0.1)
+    actions = cleanreplay.load_policy(folder)(observations)
+    np.testing.assert_array_equal(actions, np.transpose([first + 1, second - 2]))
 
 
 @pytest.mark.slow

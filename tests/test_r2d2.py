@@ -430,6 +430,13 @@ def test_learning_starts_once_the_replay_holds_a_window_of_each_environment(lear
         R2D2(args, OBSERVATIONS, gym.spaces.Discrete(2))
 
 
+def test_other_actions_are_a_usage_error_that_names_a_script_which_takes_them():
+    space = gym.spaces.MultiDiscrete([2, 3])
+    wanted = r"R2D2 takes Discrete actions, not MultiDiscrete.*: try recurrent_ppo_jax\.py"
+    with pytest.raises(r2d2_jax.UsageError, match=wanted):
+        R2D2(Args(), OBSERVATIONS, space)
+
+
 @pytest.mark.slow
 def test_an_agent_without_memory_stays_at_chance():
     args = dqn_jax.Args(total_timesteps=20_000, num_envs=8, learning_starts=1_000)

@@ -28,7 +28,10 @@ KEY = jax.random.PRNGKey(0)
 OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 DISCRETE = gym.spaces.Discrete(3, start=5)
 BOX = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+MULTI = gym.spaces.MultiDiscrete([2, 4], start=[1, -2])
+SPACES = {"discrete": DISCRETE, "box": BOX, "multi": MULTI}
 BOTH = pytest.mark.parametrize("space", [DISCRETE, BOX], ids=["discrete", "box"])
+ALL = pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 SMALL = dict(
     num_envs=4,
     num_steps=24,
@@ -50,8 +53,8 @@ class Random(gym.Env):
 
     observation_space = OBSERVATIONS
 
-    def __init__(self, is_box):
-        self.action_space = BOX if is_box else DISCRETE
+    def __init__(self, kind):
+        self.action_space = SPACES[kind]
 
     def observe(self, is_first):
         return np.append(self.np_random.normal(size=2), is_first).astype(np.float32)
@@ -67,8 +70,8 @@ class Random(gym.Env):
         return self.observe(False), reward, terminated, truncated and not terminated, {}
 
 
-gym.register("Random-discrete-v0", partial(Random, False), disable_env_checker=True)
-gym.register("Random-box-v0", partial(Random, True), disable_env_checker=True)
+for kind in SPACES:
+    gym.register(f"Random-{kind}-v0", partial(Random, kind), disable_env_checker=True)
 
 
 def make(space=DISCRETE, **flags):
@@ -81,13 +84,13 @@ def make(space=DISCRETE, **flags):
 
 
 @cache
-def collected(is_box):
+def collected_with(kind):
     """The algorithm, a State with statistics, the second of two rollouts, and what follows it."""
-    agent, state = make(BOX if is_box else DISCRETE, normalize_observations="yes")
+    agent, state = make(SPACES[kind], normalize_observations="yes")
     stats = recurrent_ppo_jax.RunningMeanStd(jnp.full(3, 0.2), jnp.full(3, 4.0), jnp.float32(9))
     state = state._replace(obs_rms=stats)
-    env_id = f"Random-{'box' if is_box else 'discrete'}-v0"
-    with closing(recurrent_ppo_jax.make_envs(agent.args, Run(env_id=env_id), 4)) as envs:
+    run = Run(env_id=f"Random-{kind}-v0")
+    with closing(recurrent_ppo_jax.make_envs(agent.args, run, 4)) as envs:
         env_state = (*recurrent_ppo_jax.reset(envs, KEY, 1), agent.no_memory(4))
         for step in (0, agent.steps_per_iteration):
             inputs = (agent.policy_params(state), env_state, KEY, step)
@@ -96,6 +99,11 @@ def collected(is_box):
     # In the last step and in the one after it some environments only reset.
     assert set(rollout.valid[-1]) == set(env_state[1]) == {True, False}
     return agent, state, rollout, env_state
+
+
+def collected(space):
+    """The same for one of the spaces."""
+    return collected_with(next(kind for kind in SPACES if SPACES[kind] is space))
 
 
 def batch_of(agent, state, rollout, next_observation):
@@ -137,9 +145,9 @@ def plain_values(agent, state, rollout, env_state):
 # ------------------------------------------------------------------------------------- the memory
 
 
-@BOTH
+@ALL
 def test_the_memory_is_zero_where_an_episode_begins_and_nowhere_else(space):
-    _, _, rollout, _ = collected(space is BOX)
+    _, _, rollout, _ = collected(space)
     begins = rollout.observation[..., 2] == 1
     assert begins.sum() > 10
     assert (~rollout.valid & begins).sum() == 0  # a step that only resets has that of its episode
@@ -147,22 +155,26 @@ def test_the_memory_is_zero_where_an_episode_begins_and_nowhere_else(space):
         np.testing.assert_array_equal((x == 0).all(axis=-1), begins)
 
 
-@BOTH
+@ALL
 def test_the_memory_has_the_last_action_as_the_network_sees_it(space):
-    _, _, rollout, (*_, after) = collected(space is BOX)
+    _, _, rollout, (*_, after) = collected(space)
     last_action = np.concatenate([rollout.memory[2], after[2][None]])[1:][rollout.valid]
     if space is BOX:
         assert np.abs(rollout.action).max() > 2
         wanted = np.clip(rollout.action, -1, 1)
+    elif space is MULTI:
+        first, second = np.moveaxis(rollout.action, -1, 0)
+        wanted = np.concatenate([np.eye(4)[first], np.eye(4)[second]], axis=-1)
+        assert first.max() == 1
     else:
         wanted = np.eye(3)[rollout.action]
     np.testing.assert_array_equal(last_action, wanted[rollout.valid])
 
 
-@BOTH
+@ALL
 def test_sequences_from_the_stored_memory_have_the_probabilities_and_values_of_the_rollout(space):
     """So before the first gradient step the ratio of the probabilities is 1 everywhere."""
-    agent, state, rollout, env_state = collected(space is BOX)
+    agent, state, rollout, env_state = collected(space)
     batch, _ = batch_of(agent, state, rollout, env_state[0])
     assert batch.value.shape == (4 * 24 // 8, 8)
     of_loss = jax.tree.map(lambda x: x.swapaxes(0, 1), batch)
@@ -175,9 +187,9 @@ def test_sequences_from_the_stored_memory_have_the_probabilities_and_values_of_t
     assert metrics["losses/clipfrac"] == 0
 
 
-@BOTH
+@ALL
 def test_a_batch_has_the_log_probabilities_with_which_the_actions_were_drawn(space):
-    agent, state, rollout, env_state = collected(space is BOX)
+    agent, state, rollout, env_state = collected(space)
     batch, _ = batch_of(agent, state, rollout, env_state[0])
     got = in_time(agent, batch.log_prob)
     for t in range(24):
@@ -187,6 +199,10 @@ def test_a_batch_has_the_log_probabilities_with_which_the_actions_were_drawn(spa
         if space is BOX:
             mean, log_std = np.split(output, 2, axis=-1)
             wanted = scipy.stats.norm(mean, np.exp(log_std)).logpdf(action).sum(axis=-1)
+        elif space is MULTI:
+            parts = zip((output[:, 0, :2], output[:, 1]), action.T, strict=True)
+            log_probs = [scipy.special.log_softmax(x, axis=-1)[np.arange(4), a] for x, a in parts]
+            wanted = sum(log_probs)
         else:
             wanted = scipy.special.log_softmax(output, axis=-1)[np.arange(4), action]
         np.testing.assert_allclose(got[t], wanted, atol=1e-4)
@@ -195,7 +211,7 @@ def test_a_batch_has_the_log_probabilities_with_which_the_actions_were_drawn(spa
 @BOTH
 def test_the_values_of_a_batch_are_those_of_each_step_by_its_own_memory(space):
     """Also of the steps that only reset, whose values truncated episodes bootstrap from."""
-    agent, state, rollout, env_state = collected(space is BOX)
+    agent, state, rollout, env_state = collected(space)
     batch, _ = batch_of(agent, state, rollout, env_state[0])
     wanted = plain_values(agent, state, rollout, env_state)
     np.testing.assert_allclose(in_time(agent, batch.value), wanted[:-1], atol=1e-5)
@@ -203,7 +219,7 @@ def test_the_values_of_a_batch_are_those_of_each_step_by_its_own_memory(space):
 
 @BOTH
 def test_advantages_are_what_a_plain_loop_gives(space):
-    agent, state, rollout, env_state = collected(space is BOX)
+    agent, state, rollout, env_state = collected(space)
     values = plain_values(agent, state, rollout, env_state)
     wanted = np.zeros((25, 4))
     for t in reversed(range(24)):
@@ -221,7 +237,7 @@ def test_advantages_are_what_a_plain_loop_gives(space):
 
 
 def test_a_batch_has_the_steps_of_the_rollout_in_sequences():
-    agent, state, rollout, env_state = collected(False)
+    agent, state, rollout, env_state = collected(DISCRETE)
     batch, _ = batch_of(agent, state, rollout, env_state[0])
     normalized = (rollout.observation - 0.2) / 2
     np.testing.assert_allclose(in_time(agent, batch.observation), normalized, rtol=1e-4, atol=1e-5)
@@ -232,7 +248,7 @@ def test_a_batch_has_the_steps_of_the_rollout_in_sequences():
 
 
 def test_steps_that_only_reset_change_nothing_but_the_target_of_a_truncated_episode():
-    agent, state, rollout, env_state = collected(True)
+    agent, state, rollout, env_state = collected(BOX)
     mask = rollout.valid
     free = ~mask
     free[1:] &= rollout.terminated[:-1]  # an observation after a truncation is needed
@@ -389,7 +405,7 @@ def test_what_it_has_of_the_other_scripts_is_the_same_text():
 @pytest.mark.parametrize(
     ("flags", "space", "message"),
     [
-        ({}, gym.spaces.MultiDiscrete([2, 2]), r"PPO takes Discrete .* a Box \[A\] of floats: Mul"),
+        ({}, gym.spaces.MultiBinary(2), r"takes Discrete or Mul.*, not MultiBinary.*ActionWrapper"),
         (dict(num_steps=20, sequence_length=8), DISCRETE, "sequence_length must divide num_steps"),
         (dict(num_minibatches=5), DISCRETE, r"num_envs \* num_steps / sequence_length"),
     ],
@@ -448,6 +464,21 @@ def test_images_are_learned_from():
     images = np.stack([np.zeros((4, 36, 36), np.uint8), np.full((4, 36, 36), 255, np.uint8)])
     action, _ = agent.act(agent.policy_params(state), images, agent.no_memory(2))
     assert list(action) == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sync", "auto"], ids=["ordinary", "compiled"])
+def test_multi_discrete_actions_are_learned_and_its_policy_can_be_loaded(how):
+    """The reward of two right answers is 2."""
+    flags = dict(num_envs=16, num_steps=16, sequence_length=16, hidden_size=32, ent_coef=0.0)
+    args = Args(total_timesteps=20_480, learning_rate=5e-3, **flags)
+    run = Run(env_id="environments:Answers-v0", vectorization=how, log_interval=20_480)
+    _, _, folder = train(args, run)
+    assert read_events(folder)[0]["eval/episodic_return"] == [(20_480, 2.0)]
+    first, second = np.divmod(np.arange(15), 5)
+    observations = np.concatenate([np.eye(3)[first], np.eye(5)[second]], axis=1, dtype=np.float32)
+    actions = load_policy(folder)(observations)
+    np.testing.assert_array_equal(actions, np.transpose([first + 1, second - 2]))
 
 
 @pytest.mark.slow

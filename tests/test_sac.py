@@ -694,7 +694,8 @@ def test_other_actions_are_a_usage_error(space, run_main, tmp_path):
         flags = ["--env-id", "CartPole-v1"]
     code, out, err = run_main(sac_jax, *flags)
     assert (code, out) == (2, "")
-    assert err.startswith("error: SAC takes a Box [A] of floats with finite bounds: ")
+    assert err.startswith("error: SAC takes a Box [A] of floats with finite bounds, not ")
+    assert err.endswith(": try ppo_jax.py\n")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
