@@ -264,7 +264,7 @@ class PPO:
         choices: tuple = ()
         if self.is_box:
             num_actions = action_space.low.size
-            action = np.zeros(num_actions, np.float32)
+            action: Any = np.zeros(num_actions, np.float32)
         elif isinstance(action_space, gym.spaces.Discrete):
             num_actions = int(action_space.n)
             action = np.int32(0)
