@@ -295,7 +295,7 @@ def test_the_network_has_numbers_of_each_action_for_vectors_and_images(name, obs
 
 OF_RETURNS = {
     "c51_jax": dict(n_atoms=21, v_min=-2.5, v_max=2.5),
-    "qr_dqn_jax": dict(n_quantiles=5, learning_rate=5e-3),
+    "qr_dqn_jax": dict(n_quantiles=5, kappa=1.0, learning_rate=5e-3),
 }
 
 
