@@ -270,11 +270,11 @@ def describe(envs: gym.vector.VectorEnv) -> str:
     x = example_of(space)
     if isinstance(space, Packed):
         parts = jax.eval_shape(partial(unpack, layout=space.layout), x)
-        seen = [f"{name} is {size_of(x)}" for name, x in parts.items() if are_images(x)]
+        seen = [f"{name} of {size_of(x)}" for name, x in parts.items() if are_images(x)]
         numbers = sum(x.size for x in parts.values() if not are_images(x))
-        return f"observations are a Dict: {', '.join(seen)}, and {numbers:,} numbers are beside it"
+        return f"observations are a Dict of images ({', '.join(seen)}) and {numbers:,} numbers"
     if are_images(x):
-        return f"observations are {size_of(x)}"
+        return f"observations are images of {size_of(x)}"
     given = before_wrap(envs)
     what = (
         f"stacks of {envs.count} observations" if isinstance(envs, FrameStack) else "observations"
@@ -288,7 +288,7 @@ def describe(envs: gym.vector.VectorEnv) -> str:
 def size_of(x: Any) -> str:
     """The size of images [B, ...], in words."""
     _, height, width, channels = jax.eval_shape(channels_last, x).shape
-    return f"images of {height} x {width} with {channels} channels"
+    return f"{height} x {width} with {channels} channels"
 
 
 def in_one_line(space: gym.Space) -> str:

@@ -514,6 +514,23 @@ def test_how_to_change_the_replay(tmp_path, monkeypatch):
     trained(my_dqn)
 
 
+@pytest.mark.slow
+def test_how_to_start_many_short_runs(tmp_path):
+    """The first process writes what it compiled, and the second one compiles nothing new."""
+    (block,) = [x for x in blocks("docs/README.md", "bash") if "JAX_COMPILATION_CACHE_DIR" in x]
+    variables = dict(re.findall(r"export (\w+)=(\S+)", block))
+    variables["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "cache")
+    code = "import jax; print(jax.jit(lambda x: 2 * x)(21))"
+    kept = []
+    for _ in range(2):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, check=True)
+        assert done.stdout == b"42\n"
+        kept.append({file.name for file in (tmp_path / "cache").glob("*-cache")})
+    assert len(kept[0]) > 0
+    assert kept[1] == kept[0]
+
+
 MODULES = {
     name: code
     for text in PAGES.values()

@@ -182,14 +182,14 @@ def test_a_dict_without_an_image_is_flattened():
 @pytest.mark.parametrize(
     ("env_id", "frame_stack", "wanted"),
     [
-        ("Bars-v0", 1, "image is images of 9 x 9 with 1 channels, and 2 numbers are beside it"),
-        ("Bars-v0", 3, "image is images of 9 x 9 with 3 channels, and 6 numbers are beside it"),
+        ("Bars-v0", 1, "images (image of 9 x 9 with 1 channels) and 2 numbers"),
+        ("Bars-v0", 3, "images (image of 9 x 9 with 3 channels) and 6 numbers"),
     ],
 )
 def test_a_line_says_what_is_read_as_an_image(env_id, frame_stack, wanted):
     args = dqn_jax.Args(frame_stack=frame_stack)
     with closing(dqn_jax.make_envs(args, dqn_jax.Run(env_id=env_id), 1)) as envs:
-        assert images.describe(envs) == f"observations are a Dict: {wanted}"
+        assert images.describe(envs) == f"observations are a Dict of {wanted}"
 
 
 @pytest.mark.parametrize("lead", [(), (4,)])
