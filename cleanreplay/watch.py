@@ -107,7 +107,7 @@ def make_drawn(loaded: checkpoints.Loaded, mode: str) -> tuple[Any, Callable]:
         return envs, lambda observation: resized(envs.render()[0])
     except Exception as error:
         if not images.are_images(jax.ShapeDtypeStruct((1, *example.shape), example.dtype)):
-            why = f"{type(error).__name__}: {images.with_hint(error)}"
+            why = f"{type(error).__name__}: {images.with_hint(error)}".rstrip(": ")
             text = f"{run.env_id} cannot be drawn: it needs the render mode {mode} ({why})"
             raise UsageError(text) from error
     if mode == "human":
