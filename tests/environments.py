@@ -273,6 +273,35 @@ class Answers(FuncEnv):
         return state[2] == 1
 
 
+class Masked(FuncEnv):
+    """Four actions, of which a step allows some: reward 1, or 0 for one that is not allowed."""
+
+    observation_space = gym.spaces.Dict(
+        action_mask=gym.spaces.Box(0.0, 1.0, (4,), np.float32),
+        observation=gym.spaces.Box(0.0, 1.0, (1,), np.float32),
+    )
+    action_space = gym.spaces.Discrete(4)
+
+    def initial(self, rng, params=None):
+        return jax.random.permutation(rng, jnp.array([1.0, 1.0, 0.0, 0.0]))
+
+    def transition(self, state, action, rng, params=None):
+        return self.initial(rng)
+
+    def observation(self, state, rng, params=None):
+        return {"action_mask": state, "observation": jnp.zeros(1)}
+
+    def reward(self, state, action, next_state, rng, params=None):
+        return state[action]
+
+    def terminal(self, state, rng, params=None):
+        return jnp.bool_(False)
+
+
+def make_masked(**kwargs: Any) -> FunctionalJaxEnv:
+    return FunctionalJaxEnv(Masked(), metadata={"render_modes": []}, **kwargs)
+
+
 def make_answers(**kwargs: Any) -> FunctionalJaxEnv:
     return FunctionalJaxEnv(Answers(), metadata={"render_modes": []}, **kwargs)
 
@@ -288,6 +317,7 @@ def make_chains(num_envs: int, **kwargs: Any) -> FunctionalJaxVectorEnv:
 unchecked = {"max_episode_steps": 9, "disable_env_checker": True}
 gym.register("Chain-v0", make_chain, **unchecked)
 gym.register("Answers-v0", make_answers, **unchecked)
+gym.register("Masked-v0", make_masked, **unchecked)
 gym.register("ChainVector-v0", vector_entry_point=make_chains, **unchecked)
 gym.register(
     "ChainWrapped-v0",

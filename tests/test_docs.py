@@ -373,8 +373,12 @@ gym.register("Crashes-v0", Crashes)
 
 
 def patched(heading, tmp_path, monkeypatch, script="dqn_jax"):
-    """A script with the changes of docs/README.md under `heading`, as a module."""
+    """A script with the changes of docs/README.md under `heading`, as a module.
+
+    Those of ppo_jax.py come last, after its name.
+    """
     answer = PAGES["docs/README.md"].split(f"**... {heading}?**")[1].split("**...")[0]
+    answer = answer.split("In `ppo_jax.py`")[script == "ppo_jax"]
     source = (ROOT / f"{script}.py").read_text()
     for diff in re.findall(r"```diff\n(.*?)```", answer, re.DOTALL):
         lines = diff.splitlines()
@@ -382,13 +386,14 @@ def patched(heading, tmp_path, monkeypatch, script="dqn_jax"):
         new = "\n".join(line[1:] for line in lines if line[0] != "-")
         assert source.count(old) == 1
         source = source.replace(old, new.replace("is_due(10_000,", "is_due(100,"))
-    (tmp_path / "my_dqn.py").write_text(source)
+    name = f"my_{script.removesuffix('_jax')}"
+    (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_dqn", raising=False)
-    my_dqn = importlib.import_module("my_dqn")
-    my_dqn.io, my_dqn.PIL = io, PIL  # which the page says to import
-    my_dqn.histogram_pb = histogram_pb
-    return my_dqn
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(name)
+    module.io, module.PIL = io, PIL  # which the page says to import
+    module.histogram_pb = histogram_pb
+    return module
 
 
 def trained(module, env_id="CartPole-v1", init_from="", **more):
@@ -529,6 +534,154 @@ def test_how_to_start_many_short_runs(tmp_path):
         kept.append({file.name for file in (tmp_path / "cache").glob("*-cache")})
     assert len(kept[0]) > 0
     assert kept[1] == kept[0]
+
+
+def masked_agent(my_script):
+    """An agent of six actions, parameters, and observations [64, 8] that begin with masks."""
+    space = gym.spaces.Box(0.0, 1.0, (8,), np.float32)
+    agent = my_script.Agent(my_script.Args(), space, gym.spaces.Discrete(6))
+    params = agent.policy_params(jax.jit(agent.init)(jax.random.key(0)))
+    observation = np.random.default_rng(0).random((64, 8), np.float32)
+    observation[:, :6] = observation[:, :6] < 0.5
+    observation[:, 3] = observation[:, :3].sum(axis=1) == 0  # there is one that is allowed
+    return agent, params, observation
+
+
+BOTH_MASKED = pytest.mark.parametrize("script", ["dqn_jax", "ppo_jax"])
+ALWAYS, NEVER = 0, 10**6  # steps at which DQN explores always, and hardly ever
+
+
+@BOTH_MASKED
+def test_how_to_mask_actions_that_are_then_never_taken(script, tmp_path, monkeypatch):
+    my_script = patched("mask actions", tmp_path, monkeypatch, script)
+    agent, params, observation = masked_agent(my_script)
+    rows = np.arange(64)
+    assert observation[rows, np.asarray(agent.act(params, observation))].all()
+    for step in (ALWAYS, NEVER):
+        for seed in range(20):
+            action = np.asarray(agent.act(params, observation, jax.random.key(seed), step))
+            assert observation[rows, action].all()
+
+
+@BOTH_MASKED
+def test_all_actions_that_a_mask_allows_are_explored_equally_often(script, tmp_path, monkeypatch):
+    """PPO's first policy is almost uniform."""
+    my_script = patched("mask actions", tmp_path, monkeypatch, script)
+    agent, params, _ = masked_agent(my_script)
+    observation = np.tile(np.float32([1, 0, 1, 1, 0, 0, 0.3, 0.7]), (12_000, 1))
+    counts = np.bincount(agent.act(params, observation, jax.random.key(0), ALWAYS), minlength=6)
+    assert counts[[0, 2, 3]] == pytest.approx(4_000, rel=0.1)
+    assert counts.sum() == counts[[0, 2, 3]].sum()
+
+
+@BOTH_MASKED
+def test_a_row_that_is_wholly_masked_is_finite(script, tmp_path, monkeypatch):
+    my_script = patched("mask actions", tmp_path, monkeypatch, script)
+    agent, params, observation = masked_agent(my_script)
+    observation[:, :6] = 0
+    network_params = params if script == "dqn_jax" else params[0]
+    output = agent.network.apply(network_params, observation)
+    if script == "dqn_jax":
+        np.testing.assert_array_equal(output, np.full((64, 6), np.float32(-1e9)))
+        return
+    action = np.int32(np.arange(64) % 6)
+    log_prob, entropy = my_script.log_prob_and_entropy(output[0], action)
+    np.testing.assert_allclose(log_prob, -np.log(6), rtol=1e-6)
+    np.testing.assert_allclose(entropy, np.log(6), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vectorization", ["sync", "auto"], ids=["ordinary", "compiled"])
+@BOTH_MASKED
+def test_runs_with_masks_in_a_dict_take_no_other_actions(
+    script, vectorization, tmp_path, monkeypatch
+):
+    """The environment gives no reward for an action that its mask forbids, and otherwise 1."""
+    my_script = patched("mask actions", tmp_path, monkeypatch, script)
+    flags = {"learning_starts": 200} if script == "dqn_jax" else {}
+    args = my_script.Args(total_timesteps=1_024, num_envs=2, **flags)
+    run = my_script.Run(env_id="environments:Masked-v0", vectorization=vectorization)
+    assert is_written_in_jax(my_script, args, run) == (vectorization == "auto")
+    _, returns, folder = my_script.train(args, run)
+    assert returns == pytest.approx([9.0])
+    scalars, _ = read_events(folder)
+    assert {value for _, value in scalars["charts/episodic_return"]} == {9.0}
+    assert scalars["eval/episodic_return"][-1][1] == 9.0
+
+
+@pytest.mark.slow
+def test_taxi_gives_its_mask_to_the_agent(tmp_path, monkeypatch):
+    """A step costs 1, and an illegal pick-up or drop-off 10. An episode has at most 200 steps."""
+    write_module("my_taxi", tmp_path, monkeypatch)
+    my_dqn = patched("mask actions", tmp_path, monkeypatch)
+    args = my_dqn.Args(total_timesteps=2_400, num_envs=2, learning_starts=200)
+    run = my_dqn.Run(env_id="my_taxi:MaskedTaxi-v0", eval_episodes=0, checkpoint_interval=0)
+    agent = make_agent(my_dqn, args, run)
+    assert agent.example_step.observation.shape == (6 + 500,)
+    _, returns, _ = my_dqn.train(args, run)
+    assert -200 <= returns[0] < -100
+
+
+def shows_last_reward(observation, reward, valid):
+    """Whether observations [S, N, ...] end with the reward of the step before, 0 at a start."""
+    begins = np.concatenate([np.ones_like(valid[:1]), ~valid[:-1]])
+    last_reward = np.concatenate([np.zeros_like(reward[:1]), reward[:-1]])
+    return np.array_equal(observation[..., -1], np.where(begins, 0, last_reward))
+
+
+def test_the_wrapper_shows_the_last_reward(tmp_path, monkeypatch):
+    """Two episodes and more of a bandit whose rewards are 0 and 1."""
+    write_module("my_bandit", tmp_path, monkeypatch)
+    args = recurrent_ppo_jax.Args(num_envs=2, num_steps=50, sequence_length=50, num_minibatches=1)
+    run = recurrent_ppo_jax.Run(env_id="my_bandit:Bandit-v0", env_kwargs='{"is_jax": false}')
+    assert not is_written_in_jax(recurrent_ppo_jax, args, run)
+    agent = make_agent(recurrent_ppo_jax, args, run)
+    key = jax.random.key(0)
+    params = agent.policy_params(jax.jit(agent.init)(key))
+    with closing(recurrent_ppo_jax.make_envs(args, run, 2)) as envs:
+        env_state = (*recurrent_ppo_jax.reset(envs, jax.random.PRNGKey(0), 0), agent.no_memory(2))
+        rows, _ = recurrent_ppo_jax.collect_rollout(agent, envs, params, env_state, key, 0)
+    assert (~rows.valid).sum() == 4
+    assert 10 < rows.reward.sum() < 90
+    assert shows_last_reward(rows.observation, rows.reward, rows.valid)
+
+
+def test_the_functional_wrapper_shows_the_last_reward(tmp_path, monkeypatch):
+    write_module("my_bandit", tmp_path, monkeypatch)
+    args = recurrent_ppo_jax.Args(num_envs=2, num_steps=50, sequence_length=50, num_minibatches=1)
+    run = recurrent_ppo_jax.Run(env_id="my_bandit:Bandit-v0")
+    trainer = make_trainer(recurrent_ppo_jax, args, run)
+    key = jax.random.PRNGKey(0)
+    params = trainer.agent.policy_params(trainer.agent.init(key))
+    collect = jax.jit(trainer.envs.collect)
+    _, (rows, _) = collect(trainer.envs.reset(key, 2), params, key, 0)
+    assert (~rows.valid).sum() == 4
+    assert 10 < rows.reward.sum() < 90
+    assert shows_last_reward(*map(np.asarray, (rows.observation, rows.reward, rows.valid)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kwargs", "least", "most"),
+    [("{}", 16.5, 18.0), ('{"shows_reward": false}', 8.5, 11.5)],
+    ids=["with", "without"],
+)
+def test_a_bandit_is_learned_only_with_the_last_reward(
+    kwargs, least, most, tmp_path, monkeypatch, optimised
+):
+    """An arm pays 0.9 or 0.1: 10 of 20 pulls at random, and 18 if the better one were known."""
+    write_module("my_bandit", tmp_path, monkeypatch)
+    args = recurrent_ppo_jax.Args(total_timesteps=30_720)
+    run = recurrent_ppo_jax.Run(
+        env_id="my_bandit:Bandit-v0",
+        env_kwargs=kwargs,
+        log_interval=30_720,
+        eval_episodes=200,
+        checkpoint_interval=0,
+    )
+    _, _, folder = recurrent_ppo_jax.train(args, run)
+    ((_, mean_return),) = read_events(folder)[0]["eval/episodic_return"]
+    assert least < mean_return < most
 
 
 MODULES = {
