@@ -256,7 +256,7 @@ def test_both_the_image_and_the_numbers_reach_the_network(name):
             _, (_, hidden, _) = agent.act(params, x, agent.no_memory(1))
             return hidden
         if script is sac_jax:
-            return agent.actor.apply(params.actor, x)[0]
+            return agent.actor.apply(params, x)[0]
         of_network = params if script in (dqn_jax, per_dqn_jax) else params[0]
         return jax.tree.leaves(agent.network.apply(of_network, x))[0]
 
@@ -382,11 +382,3 @@ def test_what_takes_the_image_and_the_numbers_is_learned(name):
     script, _, run = run_of(name, log_interval=1_000, eval_episodes=20)
     _, _, folder = script.train(script.Args(**LEARN[name]), run)
     assert read_events(folder)[0]["eval/episodic_return"][-1][1] > 9.5
-
-
-@pytest.mark.slow
-def test_flattened_it_is_not_learned_in_this_time(monkeypatch):
-    monkeypatch.setattr(images, "layout_of", lambda space: ())
-    script, _, run = run_of("dqn", log_interval=1_000, eval_episodes=20)
-    _, _, folder = script.train(script.Args(**LEARN["dqn"]), run)
-    assert read_events(folder)[0]["eval/episodic_return"][-1][1] < 7

@@ -434,6 +434,7 @@ class Quadratic(nn.Module):
     hidden_sizes: Any
     layer_norm: bool
     dropout: float
+    layout: tuple
 
     @nn.compact
     def __call__(self, observation, action):
@@ -446,6 +447,7 @@ class Linear(nn.Module):
 
     num_actions: int
     hidden_sizes: Any
+    layout: tuple
 
     @nn.compact
     def __call__(self, observation):
