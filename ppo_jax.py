@@ -9,8 +9,8 @@ from them. If the environment is written in JAX, cleanreplay/compiled.py makes o
 Advantages of Schulman et al. 2016, arXiv 1506.02438, and details of Huang et al. 2022, "The 37
 implementation details of PPO". Differs: if a time limit truncates an episode, its advantages
 bootstrap; running statistics change between rollouts; a Box with bounds is scaled to -1 and 1.
-B: batch size. A: number of discrete actions, or size of a Box action. K MultiDiscrete
-actions have A / K logits each: the largest of their numbers.
+B: batch size. A: number of discrete actions, or size of a Box action; for K MultiDiscrete
+ones K times the largest number of choices.
 """
 
 # `uv run` and `pipx run` install what is listed here.
@@ -105,7 +105,7 @@ class ActorCritic(nn.Module):
     is_gaussian: bool
     hidden_sizes: tuple[int, ...] = (64, 64)
     layout: tuple = ()  # of observations that are images and numbers, packed into bytes
-    choices: tuple[int, ...] = ()  # their numbers in K MultiDiscrete actions
+    choices: tuple[int, ...] = ()  # number of choices of each of K MultiDiscrete actions
 
     @nn.compact
     def __call__(self, x):
@@ -127,7 +127,7 @@ class ActorCritic(nn.Module):
             critic = mlp(x)
         output = dense(actor, self.num_actions, 0.01)
         value = dense(critic, 1, 1.0)
-        if self.choices:  # each action has as many logits, and those of no choice are ruled out
+        if self.choices:  # all K have as many logits, so some are of no choice: never drawn
             output = output.reshape(len(x), len(self.choices), -1)
             exists = np.arange(output.shape[-1]) < np.array(self.choices)[:, None]
             output = jnp.where(exists, output, -1e9)
@@ -262,12 +262,12 @@ class PPO:
     ):
         self.is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f"
         choices: tuple = ()
+        action: Any = np.int32(0)
         if self.is_box:
             num_actions = action_space.low.size
-            action: Any = np.zeros(num_actions, np.float32)
+            action = np.zeros(num_actions, np.float32)
         elif isinstance(action_space, gym.spaces.Discrete):
             num_actions = int(action_space.n)
-            action = np.int32(0)
         elif isinstance(action_space, gym.spaces.MultiDiscrete):
             choices = tuple(action_space.nvec.ravel().tolist())
             num_actions = len(choices) * max(choices)

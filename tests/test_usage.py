@@ -180,7 +180,7 @@ MISTAKES = [
     ("--env-id ../x:Y-v0", "../x is not the name of a module"),
     ("--env-id no_such_module:Nothing-v0", "No module named 'no_such_module'"),
     ("--env-id Pendulum-v1", "DQN takes Discrete actions, not Box"),
-    ("--env-id environments:Answers-v0", "[3 5]): try ppo_jax.py"),
+    ("--env-id environments:Answers-v0", ": try ppo_jax.py"),
     ("--env-id environments:CounterSameStep-v0", "NEXT_STEP"),
     ("--env-id environments:Blind-v0", "the observations or actions of the environment have no"),
     ("--env-id environments:VectorOnly-v0 --vectorization async", "VectorOnly-v0"),
