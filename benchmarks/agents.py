@@ -44,7 +44,7 @@ def flags(file: Path) -> str:
     for name, kind in {"run": module.Run, "args": module.Args}.items():
         for flag, default in vars(kind()).items():
             value = about[name].get(flag, default)
-            if value != (list(default) if isinstance(default, tuple) else default):
+            if (tuple(value) if isinstance(value, list) else value) != default:
                 given.append(f"--{flag.replace('_', '-')} {value}")
     return " ".join(given)
 

@@ -17,7 +17,7 @@ import buffers
 import dqn_jax
 import per_dqn_jax
 import sac_jax
-from cleanreplay import checkpoints, draws, offline, spaces
+from cleanreplay import checkpoints, draws, offline, spaces, trees
 from cleanreplay.vault import Vault
 
 ROWS = 30  # of the data
@@ -138,7 +138,7 @@ def test_a_run_learns_from_the_experience_of_another_and_keeps_none_of_it():
     vault = Vault(source / "experience").read(100, 200)
     np.testing.assert_array_equal(held.observation, vault["observation"])
     saved = checkpoints.ocp.StandardCheckpointHandler().metadata(folder / "checkpoints/200/state")
-    assert not [name for name in checkpoints.names(saved.tree) if "offline" in name]
+    assert not [name for name in trees.names(saved.tree) if "offline" in name]
     assert json.loads((folder / "args.json").read_text())["args"]["offline_data"] == str(source)
 
 

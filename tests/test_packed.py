@@ -280,7 +280,7 @@ def test_compiled_environments_pack_as_others_do():
 @pytest.mark.parametrize("name", ["dqn", "per_dqn", "sac", "r2d2"])
 def test_the_replay_stores_bytes_of_the_newest_frame(name):
     script, flags, run = run_of(name)
-    agent = make_agent(script, script.Args(**flags, frame_stack=2), run)
+    agent = make_agent(script, script.Args(**flags | dict(num_envs=1), frame_stack=2), run)
     stored = agent.replay.init(agent.stored_step).storage.observation
     assert (stored.shape[2:], stored.dtype) == ((81 + 8,), np.uint8)
     assert agent.example_step.observation.shape == (2, 81 + 8)
