@@ -58,9 +58,7 @@ def test_a_missing_file_of_an_environment_keeps_its_traceback(monkeypatch):
 
 
 def test_whole_numbers_as_continuous_actions_are_a_mistake(run_main):
-    assert "a Box of floats, not" in one_line(
-        run_main(ppo_jax, "--env-id", "WholeActions-v0")
-    )
+    assert "a Box of floats, not" in one_line(run_main(ppo_jax, "--env-id", "WholeActions-v0"))
 
 
 def test_a_login_that_is_missing_is_one_line(run_main, monkeypatch):
