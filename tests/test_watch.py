@@ -88,6 +88,7 @@ def test_a_gif_has_25_pictures_a_second_of_each_episode():
     assert duration == 40
 
 
+@pytest.mark.filterwarnings("ignore:Setting the shape")  # MoviePy 2.2.1 does, where it reads one
 def test_a_video_has_all_of_its_seconds():
     from moviepy import VideoFileClip
 
