@@ -316,7 +316,7 @@ def test_probe_values_are_learned(name, env_id, observations, values):
     state, _, _ = module.train(args, run)
     agent = make_agent(module, args, run)
     numbers = agent.network.apply(state.params, np.array(observations, np.float32))
-    np.testing.assert_allclose(agent.q_values(numbers), values, atol=0.05)
+    np.testing.assert_allclose(agent.q_values(numbers), values, atol=0.1)
 
 
 # --- TD3
