@@ -44,8 +44,10 @@ def flags(file: Path) -> str:
     for name, kind in {"run": module.Run, "args": module.Args}.items():
         for flag, default in vars(kind()).items():
             value = about[name].get(flag, default)
-            if (tuple(value) if isinstance(value, list) else value) != default:
-                given.append(f"--{flag.replace('_', '-')} {value}")
+            value = tuple(value) if isinstance(value, list) else value
+            if value != default:
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                given.append(f"--{flag.replace('_', '-')} {shown}")
     return " ".join(given)
 
 

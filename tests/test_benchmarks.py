@@ -25,13 +25,22 @@ import training
 
 AGENTS = sorted(agents.AGENTS.glob("*.safetensors"))
 LEAST = {  # mean returns
+    "Acrobot-v1": -120.0,
     "CartPole-v1": 475.0,
-    "phys2d-CartPole-v1": 475.0,
+    "HalfCheetah-v5": 1_500.0,
+    "Hopper-v5": 2_000.0,
+    "InvertedPendulum-v5": 950.0,
+    "LunarLander-v3": 200.0,
+    "MountainCar-v0": -160.0,
     "Pendulum-v1": -300.0,
-    "LunarLander-v3": 230.0,
-    "HalfCheetah-v5": 2_000.0,
+    "Walker2d-v5": 2_500.0,
+    "cleanreplay.bit_flipping-BitFlipping15-v0": -12.0,
+    "cleanreplay.memory_tasks-CartPoleNoVelocity-v0": 475.0,
+    "phys2d-CartPole-v1": 475.0,
 }
-NEEDS = {"LunarLander-v3": "Box2D", "HalfCheetah-v5": "mujoco"}
+NEEDS = {"LunarLander-v3": "Box2D"} | dict.fromkeys(
+    ["HalfCheetah-v5", "Hopper-v5", "InvertedPendulum-v5", "Walker2d-v5"], "mujoco"
+)
 ITEM = {"action": jnp.int32(1), "observation": jnp.ones(2)}
 
 
@@ -427,6 +436,7 @@ def test_a_package_that_is_missing_has_no_version():
     assert machine.versions(["no-such-package"]) == {"no-such-package": "not installed"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", AGENTS, ids=lambda file: file.stem)
 def test_an_agent_that_comes_with_the_project_acts_well(file):
     env_id = file.stem.partition("__")[0]
@@ -439,7 +449,12 @@ def test_agents_that_come_with_the_project_are_small_and_name_their_script_witho
     assert AGENTS
     for file in AGENTS:
         assert file.stat().st_size < 1_000_000
-        assert agents.flags(file).split()[0] in ("dqn_jax.py", "ppo_jax.py", "sac_jax.py")
+        assert agents.flags(file).split()[0] in [x.name for x in agents.ROOT.glob("*_jax.py")]
+
+
+def test_flags_of_an_agent_are_a_command():
+    (file,) = agents.AGENTS.glob("Acrobot-v1__dqn_jax.safetensors")
+    assert agents.flags(file).endswith("--hidden-sizes 256 256")
 
 
 def test_the_page_of_agents_has_each_of_them_and_its_command():
