@@ -51,6 +51,7 @@ class BestAgent:
     ) -> None:
         """Writes these parameters of `act`, unless earlier ones had this score or a higher one.
 
+        Those of the step of the file are not written again: a second evaluation may be luckier.
         `own` are the flags of the algorithm in which this agent differs from args.json.
         """
         if not math.isfinite(score) or score <= self.score or step == self.step:
@@ -97,7 +98,9 @@ def read(file: Path | str, with_arrays: bool = True) -> tuple[dict, dict[str, np
         if with_arrays:
             trees.check_sums(arrays, about["checksums"])
     except (SafetensorError, ValueError) as error:
-        how = "copy it again, or in the folder of a run delete it: its newest checkpoint is there"
+        how = "copy it again"
+        if Path(file).name == NAME:
+            how += ", or delete it to load the newest checkpoint of the run"
         raise UsageError(f"{file} is damaged, or no safetensors ({error}): {how}") from error
     return about, arrays
 

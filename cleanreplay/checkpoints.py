@@ -10,11 +10,10 @@ import importlib.util
 import logging
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,10 @@ class Checkpoints:
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future | None = None
         options = ocp.CheckpointManagerOptions(
-            create=saves, max_to_keep=2, enable_async_checkpointing=False
+            create=saves,
+            max_to_keep=2,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=saves,  # what a killed run had begun to write
         )
         self.latest = ocp.CheckpointManager(self.folder / "checkpoints", options=options)
 
@@ -68,7 +70,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until the last checkpoint is written. UsageError if the disk is full."""
-        writing, self.writing = self.writing, None
+        writing, self.writing = self.writing, None  # an error is raised once
         if writing is not None:
             writing.result()
 
@@ -88,7 +90,6 @@ class Checkpoints:
             self.latest.save(step, args=items, force=True)
         except Exception as error:
             if files.is_full(error):  # it stays silent: it would log more when it is freed
-                end_threads()
                 raise UsageError(f"no space left on the disk of {self.latest.directory}") from error
             silence_orbax(False)
             raise
@@ -173,22 +174,20 @@ class Checkpoints:
         """The step of the newest checkpoint."""
         step = self.latest.latest_step()
         if step is None:
-            raise UsageError(f"{self.latest.directory} has no checkpoint")
+            raise UsageError(self.nothing_there())
         return step
+
+    def nothing_there(self) -> str:
+        """What an error says if there is no checkpoint."""
+        run = self.folder.parent
+        hint = f": all agents of the run are in {run}" if (run / "checkpoints").is_dir() else ""
+        return f"{self.latest.directory} has no checkpoint{hint}"
 
 
 def silence_orbax(silent: bool) -> None:
     """Whether Orbax logs, in a hundred lines, what it raises as well."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).disabled = silent
-
-
-def end_threads() -> None:
-    """Waits a second for each thread that would keep Python from ending."""
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            with suppress(Exception):
-                thread.join(timeout=1)
 
 
 def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -284,7 +283,7 @@ def read_newest(folder: str, state: Any, agent: Any, for_several: bool) -> tuple
     saver = Checkpoints(folder, saves=False)
     step = saver.latest.latest_step()
     if step is None:
-        raise UsageError(f"init_from: {saver.latest.directory} has no checkpoint")
+        raise UsageError(f"init_from: {saver.nothing_there()}")
     leaves, wanted = trees.by_name(state), trees.by_name(agent.learned(state))
     try:
         found, has_several = read_learned(saver, step, leaves, wanted, for_several)

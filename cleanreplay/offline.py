@@ -50,6 +50,13 @@ def add_to(state: Any, agent: Any, run: Any, env_spaces: dict) -> Any:
     return state._replace(agent=state.agent._replace(offline=data))
 
 
+def few_rows(agent: Any) -> Any:
+    """The state of a replay like that of the data, which are not read yet."""
+    rows, num_envs = agent.replay.window, agent.args.num_envs
+    replay = buffers.uniform_replay(rows * num_envs, num_envs=num_envs, sequence_length=rows)
+    return replay.init(agent.stored_step)
+
+
 def without_data(state: Any) -> Any:
     """What a checkpoint holds of a State or RunnerState: the data stay where they are."""
     if hasattr(state, "agent"):

@@ -91,7 +91,8 @@ class Sweep:
                 raise UsageError(f"{text}; {ALONE}") from error
             used = [x for equation in program.eqns for x in equation.invars]
             if not any(x is program.invars[0] for x in [*used, *program.outvars]):
-                raise UsageError(f"sweep: {name} changes nothing in a run with the other flags")
+                why = "it is not used with the other flags, or has one value in a program"
+                raise UsageError(f"sweep: {name} changes nothing: {why}; {ALONE}")
 
 
 def in_words(values: dict[str, float]) -> list[str]:
@@ -134,6 +135,8 @@ def read_item(item: str, args: Any) -> list[dict[str, float]]:
         raise UsageError(f"sweep: {item} must be written as {expected}")
     for name in names:
         check_name(name, args)
+        if names.count(name) > 1:
+            raise UsageError(f"sweep: {item} has {name} twice")
     return [
         {name: read_value(name, text, args) for name, text in zip(names, point, strict=True)}
         for point in points

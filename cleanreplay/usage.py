@@ -70,6 +70,9 @@ def parse(parse_flags: Any) -> Any:
     flags = parse_flags(args=tokens)
     run, args = flags
     if run.resume:
+        if Path(run.resume).is_file():
+            text = f"resume: {run.resume} is an agent, and no folder of a run"
+            raise UsageError(f"{text}: --init-from begins with it")
         defaults = read_flags(run.resume, type(run), type(args))
         flags = parse_flags(args=tokens, default=flags_class(*defaults))
     if flags[0].distributed:
@@ -286,8 +289,8 @@ def read_flags(place: Path | str, run_class: Any, args_class: Any) -> tuple[Any,
     unknown = (run.keys() - vars(run_class()).keys()) | (args.keys() - vars(args_class()).keys())
     if unknown:
         text = f"is a run of another script, which has {', '.join(sorted(unknown))}"
-        how = f"if this script had the flags once, delete them from {Path(place, 'args.json')}"
-        raise UsageError(f"{place} {text}: {how}")
+        how = f": if this script had the flags once, delete them from {Path(place, 'args.json')}"
+        raise UsageError(f"{place} {text}{how if Path(place).is_dir() else ''}")
     if args.get("target_kl") == math.inf:  # in old runs
         args["target_kl"] = None
     run = from_json(run | {"distributed": ""}, run_class)

@@ -40,6 +40,8 @@ class Flags:
 
 def watch(flags: Flags) -> list[float]:
     """Shows episodes, prints their returns and returns them."""
+    if flags.episodes < 1:
+        raise UsageError(f"episodes must be at least 1, not {flags.episodes}")
     loaded = checkpoints.load_agent(flags.agent, flags.script)
     agent, params, run = loaded.agent, loaded.params, loaded.run
     script: Any = loaded.script
@@ -75,6 +77,8 @@ def output_of(flags: Flags) -> Path | None:
         output = agent / "agent.gif" if agent.is_dir() else agent.with_suffix(".gif")
     if output.suffix not in (".gif", ".mp4"):
         raise UsageError(f"output must end in .gif or .mp4, not {output}")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(f"output: there is no folder {output.parent}")
     try:
         import moviepy  # noqa: F401  which writes it
     except ModuleNotFoundError as error:

@@ -101,7 +101,9 @@ def test_a_file_that_was_cut_off_is_damaged(part, trained):
     file = trained / "best.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[: int(part * len(whole))])
-    with pytest.raises(UsageError, match=r"best.safetensors is damaged, .*: copy it again, or in "):
+    with pytest.raises(
+        UsageError, match=r"best.safetensors is damaged, .*: copy it again, or delete "
+    ):
         load_policy(file)
 
 

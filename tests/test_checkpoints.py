@@ -217,7 +217,6 @@ def test_a_disk_that_is_full_in_the_thread_ends_the_run_with_one_line(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", save)
-    monkeypatch.setattr(checkpoints, "end_threads", lambda: None)
     interval = "200" if failing == "only" else "50"
     code, out, err = run_main(dqn_jax, *SHORT, "--checkpoint-interval", interval)
     assert err.splitlines()[-1].startswith("error: no space left on the disk of ")
@@ -540,6 +539,21 @@ def test_a_damaged_checkpoint_is_moved_and_the_run_goes_on_from_the_one_before(s
     assert checkpoint_steps(folder) == [100, 200]
 
 
+def test_a_resume_deletes_what_a_killed_run_had_begun_to_write(saved_run):
+    folder, args, run = saved_run
+    begun = folder / "checkpoints" / "150.orbax-checkpoint-tmp"
+    begun.mkdir()
+    (begun / "part").write_bytes(bytes(100))
+    dqn_jax.train(replace(args, total_timesteps=250), run)
+    assert not begun.exists()
+
+
+def test_the_file_of_an_agent_cannot_be_resumed(run_main):
+    Path("best.safetensors").touch()
+    line = one_line(run_main(dqn_jax, "--resume", "best.safetensors"))
+    assert line.endswith("is an agent, and no folder of a run: --init-from begins with it")
+
+
 def test_a_resume_moves_no_checkpoint_that_the_machine_cannot_read_now(saved_run, monkeypatch):
     folder, args, run = saved_run
     read = checkpoints.read
@@ -601,7 +615,9 @@ def test_a_damaged_best_agent_is_one_line(saved_run):
     folder, args, run = saved_run
     dqn_jax.train(args, replace(run, eval_episodes=1))
     (folder / "best.safetensors").write_bytes(b"damaged")
-    with pytest.raises(UsageError, match=r"best.safetensors is damaged, .*: copy it again, or "):
+    with pytest.raises(
+        UsageError, match=r"best.safetensors is damaged, .*: copy it again, or delete "
+    ):
         load_policy(folder)
 
 

@@ -160,9 +160,10 @@ def test_a_resumed_run_has_the_data_from_any_folder(place, tmp_path, monkeypatch
     )
 
 
-def test_each_agent_of_a_compiled_run_has_the_data():
+def test_each_agent_of_a_sweep_has_the_data():
+    sweep = ("gamma=0.5,0.6",)
     run = dqn_jax.Run(
-        env_id="environments:Chain-v0", num_seeds=2, log_interval=100, eval_episodes=0
+        env_id="environments:Chain-v0", sweep=sweep, log_interval=100, eval_episodes=0
     )
     agent = make_agent(dqn_jax, dqn_jax.Args(), run)
     vault_with(agent, "data", num_envs=2)

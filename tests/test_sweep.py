@@ -84,6 +84,7 @@ MISTAKES = [
     (["gamma"], "sweep: gamma must be written as gamma=0.9,0.99, or two flags together as "),
     (["gamma:tau=0.9:1,0.8"], "sweep: gamma:tau=0.9:1,0.8 must be written as "),
     (["gamma=0.9", "gamma:tau=0.8:1"], "sweep: gamma is there twice"),
+    (["gamma:gamma=0.9:0.8"], "sweep: gamma:gamma=0.9:0.8 has gamma twice"),
     (["gamma=0.9,0.90", "tau=0.5"], "sweep: gamma=0.9, tau=0.5 is there twice"),
 ]
 
@@ -153,7 +154,9 @@ def test_without_a_sweep_folders_and_lines_show_the_seeds():
 
 STEPS = "exploration_fraction has one value in a program, because a shape, a number of steps or "
 EXPONENT = "priority_exponent has one value in a program"
-DRAWN = {name: f"{name} changes nothing" for name in ("her_fraction", "offline_fraction")}
+DRAWN = {
+    name: f"{name} changes nothing: it is not used" for name in ("her_fraction", "offline_fraction")
+}
 REFUSED = {
     dqn_jax: {"exploration_fraction": STEPS, **DRAWN},
     per_dqn_jax: {"exploration_fraction": STEPS, "priority_exponent": EXPONENT, **DRAWN},
@@ -162,7 +165,7 @@ REFUSED = {
     recurrent_ppo_jax: {},
     sac_jax: {
         "critic_dropout": "critic_dropout has one value in a program",
-        "alpha": "alpha changes nothing in a run with the other flags",  # it is tuned
+        "alpha": "alpha changes nothing: it is not used with the other flags",  # it is tuned
         **DRAWN,
     },
 }
@@ -194,7 +197,9 @@ def test_a_flag_that_sets_a_number_of_steps_is_refused_with_the_line_of_the_scri
 
 
 def test_a_flag_that_changes_nothing_is_refused():
-    with pytest.raises(UsageError, match="sweep: her_fraction changes nothing in a run with the "):
+    with pytest.raises(
+        UsageError, match="sweep: her_fraction changes nothing: it is not used with the "
+    ):
         make_trainer(dqn_jax, ARGS, dqn_jax.Run(**CHAIN, sweep=("her_fraction=0.1,0.2",)))
 
 
@@ -248,6 +253,14 @@ def test_each_agent_has_a_folder_with_its_values(four):
         "learning_rate=0.01,seed=1",
         "learning_rate=0.01,seed=2",
     ]
+
+
+def test_who_loads_one_agent_of_a_sweep_is_told_where_all_are(four):
+    own = four.folder / "learning_rate=0.01,seed=2"
+    with pytest.raises(
+        UsageError, match=f"no checkpoint: all agents of the run are in {four.folder}"
+    ):
+        load_policy(own)
 
 
 def test_the_flags_of_an_agent_are_those_of_a_run_that_trains_it_alone(four):

@@ -192,5 +192,9 @@ def test_mistakes_are_one_line(run_main, monkeypatch):
     folder = trained("CartPole-v1")
     line = one_line(run_main(watch, folder, "--output", "agent.png"))
     assert line == "error: output must end in .gif or .mp4, not agent.png"
+    line = one_line(run_main(watch, folder, "--output", "nowhere/agent.gif"))
+    assert line == "error: output: there is no folder nowhere"
+    line = one_line(run_main(watch, folder, "--episodes", "0"))
+    assert line == "error: episodes must be at least 1, not 0"
     monkeypatch.setitem(sys.modules, "moviepy", None)
     assert one_line(run_main(watch, folder)) == "error: output: pip install moviepy"
