@@ -12,6 +12,7 @@ import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from machine import ROOT, table
@@ -46,9 +47,16 @@ def flags(file: Path) -> str:
             value = about[name].get(flag, default)
             value = tuple(value) if isinstance(value, list) else value
             if value != default:
-                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-                given.append(f"--{flag.replace('_', '-')} {shown}")
+                given.append(as_text(flag.replace("_", "-"), value))
     return " ".join(given)
+
+
+def as_text(flag: str, value: Any) -> str:
+    """A flag as on the command line."""
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    values = value if isinstance(value, tuple) else (value,)
+    return " ".join([f"--{flag}", *map(str, values)])
 
 
 def store(file: Path) -> Path:

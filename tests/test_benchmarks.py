@@ -4,11 +4,13 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tyro
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -22,6 +24,8 @@ import machine
 import replay_buffers
 import returns
 import training
+
+from cleanreplay import checkpoints, usage
 
 AGENTS = sorted(agents.AGENTS.glob("*.safetensors"))
 LEAST = {  # mean returns
@@ -452,9 +456,13 @@ def test_agents_that_come_with_the_project_are_small_and_name_their_script_witho
         assert agents.flags(file).split()[0] in [x.name for x in agents.ROOT.glob("*_jax.py")]
 
 
-def test_flags_of_an_agent_are_a_command():
-    (file,) = agents.AGENTS.glob("Acrobot-v1__dqn_jax.safetensors")
-    assert agents.flags(file).endswith("--hidden-sizes 256 256")
+@pytest.mark.parametrize("file", AGENTS, ids=lambda file: file.stem)
+def test_the_flags_of_an_agent_are_a_command(file):
+    script, *tokens = agents.flags(file).split()
+    module = checkpoints.import_script(agents.ROOT / script)
+    Flags = NamedTuple("Flags", [("experiment", module.Run), ("algorithm", module.Args)])  # noqa: UP014
+    given = tyro.cli(Flags, args=tokens, config=[tyro.conf.OmitArgPrefixes])
+    assert given == usage.read_flags(file, module.Run, module.Args)
 
 
 def test_the_page_of_agents_has_each_of_them_and_its_command():
