@@ -112,7 +112,7 @@ def make_settings(items: Sequence[str], args: Any) -> list[dict[str, float]]:
     UsageError if a flag is there twice, or a setting.
     """
     lists = [read_item(item, args) for item in items]
-    names = [name for points in lists for name in points[0]]
+    names = [name for item in items for name in names_in(item)]
     settings = [
         {name: x for point in points for name, x in point.items()}
         for points in itertools.product(*lists)
@@ -125,18 +125,21 @@ def make_settings(items: Sequence[str], args: Any) -> list[dict[str, float]]:
     return settings
 
 
+def names_in(item: str) -> list[str]:
+    """The flags of an item of --sweep."""
+    return [name.replace("-", "_") for name in item.partition("=")[0].split(":")]
+
+
 def read_item(item: str, args: Any) -> list[dict[str, float]]:
     """The points of an item of --sweep, such as gamma=0.9,0.99 or gamma:tau=0.9:1,0.99:0.5."""
-    left, equals, right = item.partition("=")
-    names = [name.replace("-", "_") for name in left.split(":")]
+    _, equals, right = item.partition("=")
+    names = names_in(item)
     points = [point.split(":") for point in right.split(",")]
     if not equals or any(len(point) != len(names) for point in points):
         expected = "gamma=0.9,0.99, or two flags together as gamma:tau=0.9:1,0.99:0.5"
         raise UsageError(f"sweep: {item} must be written as {expected}")
     for name in names:
         check_name(name, args)
-        if names.count(name) > 1:
-            raise UsageError(f"sweep: {item} has {name} twice")
     return [
         {name: read_value(name, text, args) for name, text in zip(names, point, strict=True)}
         for point in points

@@ -70,9 +70,6 @@ def parse(parse_flags: Any) -> Any:
     flags = parse_flags(args=tokens)
     run, args = flags
     if run.resume:
-        if Path(run.resume).is_file():
-            text = f"resume: {run.resume} is an agent, and no folder of a run"
-            raise UsageError(f"{text}: --init-from begins with it")
         defaults = read_flags(run.resume, type(run), type(args))
         flags = parse_flags(args=tokens, default=flags_class(*defaults))
     if flags[0].distributed:
@@ -110,6 +107,9 @@ def as_whole_number(text: str) -> str:
 def check(args: Any, run: Any) -> None:
     """Raises UsageError for a flag that cannot be meant."""
     check_process()
+    if Path(run.resume).is_file():
+        text = f"resume: {run.resume} is an agent, and no folder of a run"
+        raise UsageError(f"{text}: --init-from begins with it")
     check_flags(args, run)
     check_env(run)
 

@@ -28,13 +28,16 @@ import training
 from cleanreplay import checkpoints, usage
 
 AGENTS = sorted(agents.AGENTS.glob("*.safetensors"))
-LEAST = {  # mean returns
+LEAST = {  # mean returns of the agents whose names begin so
     "Acrobot-v1": -120.0,
     "CartPole-v1": 475.0,
-    "HalfCheetah-v5": 1_500.0,
+    "HalfCheetah-v5__ppo_jax": 1_800.0,
+    "HalfCheetah-v5__sac_jax": 2_000.0,
     "Hopper-v5": 2_000.0,
     "InvertedPendulum-v5": 950.0,
-    "LunarLander-v3": 200.0,
+    "LunarLander-v3__dqn_jax": 230.0,
+    "LunarLander-v3__per_dqn_jax": 200.0,
+    "LunarLander-v3__ppo_jax": 230.0,
     "MountainCar-v0": -160.0,
     "Pendulum-v1": -300.0,
     "Walker2d-v5": 2_500.0,
@@ -446,7 +449,8 @@ def test_an_agent_that_comes_with_the_project_acts_well(file):
     env_id = file.stem.partition("__")[0]
     if env_id in NEEDS:
         pytest.importorskip(NEEDS[env_id])
-    assert agents.evaluate(file, episodes=3).mean() >= LEAST[env_id]
+    (least,) = [least for name, least in LEAST.items() if file.stem.startswith(name)]
+    assert agents.evaluate(file, episodes=3).mean() >= least
 
 
 def test_agents_that_come_with_the_project_are_small_and_name_their_script_without_a_path():

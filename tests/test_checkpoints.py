@@ -548,9 +548,10 @@ def test_a_resume_deletes_what_a_killed_run_had_begun_to_write(saved_run):
     assert not begun.exists()
 
 
-def test_the_file_of_an_agent_cannot_be_resumed(run_main):
-    Path("best.safetensors").touch()
-    line = one_line(run_main(dqn_jax, "--resume", "best.safetensors"))
+def test_the_file_of_an_agent_cannot_be_resumed(saved_run, run_main):
+    folder, args, run = saved_run
+    dqn_jax.train(args, replace(run, eval_episodes=1))
+    line = one_line(run_main(dqn_jax, "--resume", str(folder / "best.safetensors")))
     assert line.endswith("is an agent, and no folder of a run: --init-from begins with it")
 
 

@@ -84,7 +84,7 @@ MISTAKES = [
     (["gamma"], "sweep: gamma must be written as gamma=0.9,0.99, or two flags together as "),
     (["gamma:tau=0.9:1,0.8"], "sweep: gamma:tau=0.9:1,0.8 must be written as "),
     (["gamma=0.9", "gamma:tau=0.8:1"], "sweep: gamma is there twice"),
-    (["gamma:gamma=0.9:0.8"], "sweep: gamma:gamma=0.9:0.8 has gamma twice"),
+    (["gamma:gamma=0.9:0.8"], "sweep: gamma is there twice"),
     (["gamma=0.9,0.90", "tau=0.5"], "sweep: gamma=0.9, tau=0.5 is there twice"),
 ]
 
