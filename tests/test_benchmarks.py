@@ -27,6 +27,8 @@ import training
 
 from cleanreplay import checkpoints, usage
 
+pytestmark = pytest.mark.benchmarks
+
 AGENTS = sorted(agents.AGENTS.glob("*.safetensors"))
 LEAST = {  # mean returns of the agents whose names begin so
     "Acrobot-v1": -120.0,

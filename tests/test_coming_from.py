@@ -20,6 +20,8 @@ from helpers import ROOT, slow
 import buffers
 from cleanreplay.vault import Vault
 
+pytestmark = pytest.mark.pages
+
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 KEY = jax.random.key(0)
 assert_close = partial(np.testing.assert_allclose, rtol=1e-5)

@@ -45,6 +45,8 @@ import sac_jax
 from cleanreplay.agents import STEP_FIELDS
 from cleanreplay.vault import Vault
 
+pytestmark = pytest.mark.pages
+
 MODULES_OF_SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, recurrent_ppo_jax, sac_jax)
 SCRIPTS = {x.__name__: x for x in MODULES_OF_SCRIPTS}
 FILES = [
