@@ -18,7 +18,7 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, edited, read_events, slow
+from helpers import ROOT, edited, fast_at_ends, read_events, slow
 
 import dqn_jax
 import per_dqn_jax
@@ -79,7 +79,7 @@ def test_below_the_mark_the_scripts_are_the_same_text():
     assert len({below for _, below in parts}) == 1
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@fast_at_ends("name", SCRIPTS)
 def test_help_has_two_groups_and_a_line_for_every_flag(name, run_main):
     code, out, _ = run_main(SCRIPTS[name], "--help")
     assert code == 0
@@ -147,7 +147,8 @@ def assert_charts_are_complete(scalars, name, points):
     assert [step for step, _ in scalars["charts/SPS"]] == points
 
 
-@pytest.mark.parametrize("name", ["dqn_jax", *map(slow, list(SCRIPTS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_copied_with_buffers_alone_it_trains_and_logs(name, tmp_path):
     for file in (f"{name}.py", "buffers.py"):
         shutil.copy(ROOT / file, tmp_path)
@@ -163,15 +164,16 @@ def test_copied_with_buffers_alone_it_trains_and_logs(name, tmp_path):
     assert_charts_are_complete(scalars, name, points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
         ("--resume runs/x", "resume"),
-        slow("--num-seeds 2", "num_seeds"),
-        slow("--sweep gamma=0.9,1", "sweep"),
-        slow("--capture-video", "capture_video"),
-        slow("--frame-stack 2", "frame_stack"),
-        slow("--env-id environments:ProbeImage-v0", "images"),
+        ("--num-seeds 2", "num_seeds"),
+        ("--sweep gamma=0.9,1", "sweep"),
+        ("--capture-video", "capture_video"),
+        ("--frame-stack 2", "frame_stack"),
+        ("--env-id environments:ProbeImage-v0", "images"),
     ],
 )
 def test_what_takes_the_package_is_refused_without_it(flags, what, tmp_path):
