@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict
 from gymnasium.vector import SyncVectorEnv
-from helpers import fast_at_ends, one_line, read_events, slow
+from helpers import fast_at_ends, one_line, read_events
 
 import dqn_jax
 import per_dqn_jax
@@ -295,7 +295,8 @@ def success_in_bits(script, bits, **flags):
     return scalars["eval/success_rate"][-1][1], scalars["charts/success_rate"][-1][1]
 
 
-@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax])
 def test_six_bits_are_learned(optimised, script):
     in_evaluation, in_training = success_in_bits(script, 6, total_timesteps=8_000, her_fraction=0.8)
     assert in_evaluation == 1
