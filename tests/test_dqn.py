@@ -30,7 +30,7 @@ from by_hand import (
     train_without_gradients,
     windows_by_hand,
 )
-from helpers import fast_at_ends, read_events, slow
+from helpers import fast_at_ends, more, read_events
 from optax.tree_utils import tree_get
 from scipy.stats import chisquare
 
@@ -399,7 +399,7 @@ def cut_by_hand(rows):
     return [*earlier, cut_off, lost]
 
 
-@pytest.fixture(scope="module", params=[slow(1), 3])
+@pytest.fixture(scope="module", params=[more(1), 3])
 def restart(request):
     """A replay of 12 rows of 6 environments, of which it holds 10, before and after a restart.
 

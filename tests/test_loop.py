@@ -20,8 +20,8 @@ from helpers import (
     edited,
     find_jax_env,
     make_agent,
+    more,
     read_events,
-    slow,
 )
 
 import dqn_jax
@@ -44,7 +44,7 @@ LEARNING_TAGS = {"charts/epsilon", "charts/gradient_steps", "charts/replay_ratio
 LEARNING_TAGS |= {"losses/td_loss", "losses/q_values"}
 
 
-@pytest.fixture(scope="module", params=[slow(1), 8])
+@pytest.fixture(scope="module", params=[more(1), 8])
 def two_runs(request, tmp_path_factory):
     """Args, and what two runs with the same flags gave."""
     args = replace(SHORT, num_envs=request.param)

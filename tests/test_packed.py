@@ -13,7 +13,7 @@ from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 from gymnasium.experimental.functional import FuncEnv
 from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import SyncVectorEnv
-from helpers import SMALL_DQN, SMALL_PPO, make_agent, make_trainer, read_events, slow
+from helpers import SMALL_DQN, SMALL_PPO, make_agent, make_trainer, more, read_events
 
 import cleanreplay
 import dqn_jax
@@ -84,7 +84,7 @@ SMALL = {
     "ppo": (ppo_jax, SMALL_PPO),
     "recurrent_ppo": (recurrent_ppo_jax, SMALL_PPO | dict(sequence_length=4)),
 }
-SCRIPTS = ["dqn", *[slow(name) for name in SMALL if name != "dqn"]]
+SCRIPTS = ["dqn", *[more(name) for name in SMALL if name != "dqn"]]
 
 
 @pytest.mark.parametrize("xp", [np, jnp])

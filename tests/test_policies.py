@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
-from helpers import SMALL_DQN, SMALL_PPO, make_agent, slow
+from helpers import SMALL_DQN, SMALL_PPO, make_agent, more
 
 import cleanreplay
 import dqn_jax
@@ -192,7 +192,7 @@ def test_without_an_evaluation_that_is_a_number_it_is_the_agent_saved_last(
 
 
 @pytest.mark.parametrize("eval_episodes", [0, 2])
-@pytest.mark.parametrize("name", ["dqn", slow("per_dqn"), "ppo"])
+@pytest.mark.parametrize("name", ["dqn", more("per_dqn"), "ppo"])
 def test_the_replay_is_not_read(name, eval_episodes):
     """It may have gigabytes: the agent is loaded from a checkpoint that has lost its state."""
     module, flags = SCRIPTS[name]

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 from by_hand import box, keys_of_gradient_step, moves_of_target
-from helpers import make_trainer, slow
+from helpers import make_trainer, more
 
 import dqn_jax
 import r2d2_jax
@@ -128,8 +128,8 @@ def random_windows(rng, agent, count, rows=None):
     [
         {},
         dict(double_q=False, rescale_values=True),
-        slow(dict(burn_in=0, n_step=1, num_actions=3)),
-        slow(dict(rescale_values=True, gamma=0.9)),
+        more(dict(burn_in=0, n_step=1, num_actions=3)),
+        more(dict(rescale_values=True, gamma=0.9)),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from helpers import COUNTER, fast_at_ends, make_agent, make_trainer, read_events, slow
+from helpers import COUNTER, fast_at_ends, make_agent, make_trainer, more, read_events
 from jax.flatten_util import ravel_pytree
 from optax.tree_utils import tree_get
 
@@ -30,7 +30,7 @@ DISCRETE = gym.spaces.Discrete(3, start=5)
 BOX = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 MULTI = gym.spaces.MultiDiscrete([2, 4], start=[1, -2])
 SPACES = {"discrete": DISCRETE, "multi": MULTI, "box": BOX}
-BOTH = pytest.mark.parametrize("space", [slow(DISCRETE), BOX], ids=["discrete", "box"])
+BOTH = pytest.mark.parametrize("space", [more(DISCRETE), BOX], ids=["discrete", "box"])
 ALL = fast_at_ends("space", SPACES.values(), ids=SPACES)
 SMALL = dict(
     num_envs=4,

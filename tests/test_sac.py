@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_hand import keys_of_gradient_step, moves_of_target
-from helpers import fast_at_ends, make_agent, read_events, slow
+from helpers import fast_at_ends, make_agent, more, read_events, slow
 from scipy.stats import binom, kstest, norm
 
 import sac_jax
@@ -115,7 +115,7 @@ def with_windows(args, features, action_space):
     return agent
 
 
-@pytest.mark.parametrize("n_step", [slow(1), 3])
+@pytest.mark.parametrize("n_step", [more(1), 3])
 def test_losses_are_what_numpy_gives(n_step):
     rng = np.random.default_rng(n_step)
     args = Args(n_step=n_step, gamma=0.9)
@@ -739,7 +739,7 @@ def test_a_run_on_pendulum_has_the_charts_of_cleanrl(run_main):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("networks", ["simple", slow("real")])
+@pytest.mark.parametrize("networks", ["simple", more("real")])
 def test_a_compiled_run_goes_on_bit_for_bit(networks, request, stop_at):
     """A signal comes in its third log interval."""
     if networks == "simple":

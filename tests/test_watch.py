@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import PIL.Image
 import pytest
-from helpers import COUNTER, SMALL_DQN, SMALL_PPO, one_line, slow
+from helpers import COUNTER, SMALL_DQN, SMALL_PPO, more, one_line
 
 import dqn_jax
 import ppo_jax
@@ -98,7 +98,7 @@ def test_a_video_has_all_of_its_seconds():
         assert (clip.fps, clip.duration) == (25, pytest.approx(6 / 25))
 
 
-@pytest.mark.parametrize("frame_stack", [1, slow(2)])
+@pytest.mark.parametrize("frame_stack", [1, more(2)])
 def test_the_return_is_that_of_load_policy_with_the_same_seed(frame_stack, capsys):
     folder = trained("CartPole-v1", frame_stack=frame_stack)
     returns = watch.watch(Flags(f"{folder}/best.safetensors", episodes=2, seed=7))
