@@ -229,7 +229,7 @@ def last_line(out):
     return out.strip().splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_complete_run_is_evaluated_once_more_and_reports_the_same(run_main):
     pytest.importorskip("moviepy")
     pytest.importorskip("pygame")
@@ -751,7 +751,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_resume_holds_one_replay(tmp_path):
     """Of 320 MB. The peak of a resume is near that of the training."""
     peaks = []
@@ -829,7 +829,7 @@ def test_fewer_steps_than_were_made_change_nothing(run_main):
     assert (folder / "args.json").read_text() == before
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_complete_run_of_whole_iterations_is_resumed_with_the_steps_that_were_asked_for():
     """100 steps are two iterations of 64, so that 128 were made."""
     args = ppo_jax.Args(total_timesteps=100, num_steps=16, num_minibatches=1, update_epochs=1)

@@ -252,7 +252,7 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily(capsys):
             ppo_jax.train(args, replace(run, **{count: 2}))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_end_that_is_a_number_is_an_end():
     run = dqn_jax.Run(env_id="ChainOfNumbers-v0")
     args = dqn_jax.Args(num_envs=2, train_frequency=16)
@@ -569,7 +569,7 @@ def starts_of_parts(x, axis):
     return sorted(part.index[axis].start or 0 for part in x.addressable_shards)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_environments_of_one_agent_spread_over_devices(group):
     """They are in two parts, all the rest is on both devices; the agent is the same."""
     module, flags, training, scalars = group
@@ -583,7 +583,7 @@ def test_environments_of_one_agent_spread_over_devices(group):
         assert len(x.sharding.device_set) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("group", GROUPS[::2], ids=IDS[::2], indirect=True)
 def test_seeds_spread_over_devices(group):
     module, flags, training, scalars = group
@@ -608,7 +608,7 @@ def exchanged_arrays(program_text):
     return operations, largest
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("module", "flags"), SCRIPTS, ids=IDS)
 def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module, flags):
     """Nothing as large as the replay: in each gradient step the compiled program gathers less."""
@@ -724,7 +724,7 @@ def test_a_complete_run_that_is_resumed_has_the_same_returns_and_is_evaluated_ag
         assert [step for step, _ in scalars["charts/SPS"]] == [32, 64]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("module", "flags"), [SCRIPTS[0], more(*SCRIPTS[2])], ids=IDS[::2])
 def test_several_log_entries_of_one_call_are_those_of_a_call_for_each(module, flags, monkeypatch):
     """Each entry has its own step and values. No call is long, so that the next covers twice."""
@@ -871,7 +871,7 @@ def train_two_lengths(seed, num_seeds):
     return returns.tolist(), kept, lengths
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_returns_of_agents_with_short_and_long_episodes_are_those_of_each_alone():
     """In what `train` returns, and in what the checkpoint keeps."""
     together, kept, lengths = train_two_lengths(seed=TWO_LENGTHS, num_seeds=2)

@@ -366,7 +366,7 @@ def test_metrics_are_infinite_without_a_gradient_step_and_finite_with_one():
     assert (before["charts/gradient_steps"], after["charts/gradient_steps"]) == (0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_what_is_drawn_in_to_transitions_does_not_depend_on_the_batch():
     """Its key is another one than that of the draw from the replay."""
     agent = linear(dqn_jax, Args(batch_size=8, buffer_size=40))

@@ -73,7 +73,7 @@ def test_the_vault_says_what_its_experience_is_of(module):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
     flags = FLAGS | dict(buffer_size=400)
     run = COUNTER | dict(checkpoint_interval=100)
@@ -100,7 +100,7 @@ def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
     assert first.valid.all()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_it_goes_on_after_a_resume_with_many_steps():
     """At n_step of 16 the vault said that the rows were of another run."""
     flags = FLAGS | dict(num_envs=1, buffer_size=100, n_step=20)

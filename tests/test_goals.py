@@ -321,7 +321,7 @@ def test_a_point_is_led_to_its_goal(optimised):
     assert scalars["eval/success_rate"][-1][1] > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_run_with_hindsight_is_resumed(run_main):
     flags = "--env-id environments:Reach-v0 --her-fraction 0.8 --learning-starts 256".split()  # noqa: SIM905
     code, out, _ = run_main(sac_jax, *flags, "--total-timesteps", "300")

@@ -122,7 +122,7 @@ def test_the_file_of_an_agent_gives_its_networks_and_statistics(script, flags, e
     script.train(args, run)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_file_of_an_agent_of_sac_gives_the_actor():
     run = sac_jax.Run(env_id="Pendulum-v1", log_interval=20, eval_episodes=1)
     state, folder = trained(sac_jax, SAC, run)

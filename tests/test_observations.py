@@ -183,7 +183,7 @@ class Loose(gym.vector.VectorEnv):
 gym.register("Loose-v0", vector_entry_point=Loose)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_flags_that_are_numbers_and_rewards_for_resets_change_nothing():
     args = dqn_jax.Args(**SMALL_DQN, num_envs=4)
     settings = COUNTER | {"checkpoint_interval": 0}
@@ -284,7 +284,7 @@ def make_other_numbers(**kwargs):
 gym.register("OtherNumbers-v0", make_other_numbers, max_episode_steps=9, disable_env_checker=True)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("env_id", ["OtherNumbers-v0", more("tabular/Blackjack-v0")])
 def test_functional_environments_of_whole_numbers(name, env_id):

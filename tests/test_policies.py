@@ -209,7 +209,7 @@ def test_the_replay_is_not_read(name, eval_episodes):
 # --- kinds of agents
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["dqn", "per_dqn", "ppo"])
 @pytest.mark.parametrize("best", [0, 2])
 def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
@@ -233,7 +233,7 @@ def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     assert (loaded != wanted[1]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_of_many_seeds_without_an_evaluation_it_is_the_first_one():
     args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=4))
     run = ppo_jax.Run(**CHAIN | dict(eval_episodes=0), num_seeds=3)
@@ -458,7 +458,7 @@ def test_no_observations_give_no_actions():
     assert policy(np.zeros((0, 3))).shape == (0,)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_no_observations_give_no_actions_of_a_box_and_no_actions_of_a_memory():
     run = ppo_jax.Run(env_id="Pendulum-v1")
     args = ppo_jax.Args(**SMALL_PPO)
@@ -512,7 +512,7 @@ def test_the_agent_of_an_old_run_has_the_spaces_of_its_environment():
     np.testing.assert_array_equal(cleanreplay.load_policy(folder)(OBSERVATIONS), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_compiled_run_keeps_the_spaces_that_its_agent_sees():
     args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=2), frame_stack=2)
     _, _, folder = ppo_jax.train(args, ppo_jax.Run(**CHAIN | dict(eval_episodes=0)))

@@ -865,7 +865,7 @@ def test_multi_discrete_actions_are_learned_and_its_policy_can_be_loaded(how):
     np.testing.assert_array_equal(actions, np.transpose([first + 1, second - 2]))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_actor_and_critic_share_the_features_of_images():
     """uint8 images go through the Nature CNN."""
     _, state, answer = learned("ProbeImage-v0", 256, num_envs=2, learning_rate=2e-3)

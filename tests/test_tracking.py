@@ -54,7 +54,7 @@ def frames(path):
         return clip.n_frames, clip.get_frame(0).shape
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")  # moviepy, NumPy 2.5
 @pytest.mark.parametrize(
     ("module", "flags"),

@@ -52,7 +52,7 @@ def test_a_flag_of_any_type_and_value_works_and_is_kept_by_a_resume(run_main):
     assert kept.place == Path("else/where")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_flag_that_is_an_enum_is_kept_by_a_resume():
     class Colour(Enum):
         RED = "red"
@@ -140,7 +140,7 @@ def test_a_metric_that_is_an_array_is_an_error_that_names_it(train):
         train(script)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_loss_is_logged_whatever_the_other_metrics_say():
     old = 'metrics["charts/learning_rate"] = learning_rate'
     new = 'metrics |= {"charts/gradient_steps": 0, "losses/mine": jnp.float32(4)}'
