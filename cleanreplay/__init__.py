@@ -25,6 +25,7 @@ algorithm is the protocol `Agent` in `agents`.
 
 import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,27 +41,21 @@ if TYPE_CHECKING:
         experiment,
         images,
         packed,
+        spaces,
         success,
         usage,
         vault,
     )
 
-MODULES = (
-    "checkpoints",
-    "compiled",
-    "draws",
-    "experiment",
-    "images",
-    "packed",
-    "success",
-    "usage",
-    "vault",
-)
+# Names that programs of users import from here, and the modules that have them.
+PUBLIC = {"read_flags": "usage", "play_episodes": "experiment", "Trainer": "compiled"}
 
 
 def __getattr__(name: str) -> Any:
-    """A module of this package, at its first use: to import Orbax takes a second."""
-    if name not in MODULES:
+    """Imports a module of this package, or one of PUBLIC, at its first use."""
+    if name in PUBLIC:
+        return getattr(importlib.import_module(f"cleanreplay.{PUBLIC[name]}"), name)
+    if find_spec(f"cleanreplay.{name}") is None:
         raise AttributeError(f"cleanreplay has no {name}")
     return importlib.import_module(f"cleanreplay.{name}")
 
@@ -73,6 +68,6 @@ def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.
     `policy(observations, is_first)`. `script` is the file that trained it, if it was moved.
     UsageError if the agent or the script is not there, or does not fit.
     """
-    from cleanreplay import checkpoints
+    from cleanreplay import policies
 
-    return checkpoints.load_policy(place, script)
+    return policies.load_policy(place, script)

@@ -57,6 +57,12 @@ class Sweep:
         """The first agent whose numbers are finite."""
         return min(set(range(len(self))) - self.lost)
 
+    def about(self) -> dict[str, Any]:
+        """Returns what a checkpoint tells about the agents, as JSON."""
+        values = [self.of_agent(i)[0] for i in range(len(self))]
+        swept = {name: [x[name] for x in values] for name in self.values}
+        return {"num_agents": len(self), "lost": sorted(self.lost), "swept": swept}
+
     def label(self, i: int) -> str:
         """What a line calls agent `i`, such as `seed 1` or `gamma=0.99, seed 1`."""
         values, seed = self.of_agent(i)
