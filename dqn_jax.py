@@ -53,8 +53,8 @@ from tqdm import tqdm
 
 import buffers
 
-if find_spec("cleanreplay"):  # saves, resumes, evaluates, sees images, compiles the loop
-    import cleanreplay
+if getattr(find_spec("cleanreplay"), "origin", None):  # None of a folder that is no package
+    import cleanreplay  # saves, resumes, evaluates, sees images, compiles the loop
     from cleanreplay import UsageError
 else:  # this file and buffers.py alone train and log
     cleanreplay: Any = None  # type: ignore[no-redef]

@@ -26,6 +26,7 @@ import sys
 import time
 import timeit
 from collections import namedtuple
+from collections.abc import Callable
 from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
@@ -183,34 +184,34 @@ FLAGS = {  # of ours those that the peers have, too, by their names
 }
 
 
-def train_peer(args: argparse.Namespace) -> None:
-    """Trains with Stable-Baselines3 or SBX, with our hyperparameters and logs as ours."""
-    from stable_baselines3.common.env_util import make_vec_env
-
-    ours: Any = importlib.import_module(f"{args.algorithm}_jax").Args()
-    names = (name.split("=") for name in FLAGS[args.algorithm].split())
+def settings_of_peer(peer: str, algorithm: str, num_envs: int) -> dict[str, Any]:
+    """Arguments with which a peer's agent has our hyperparameters."""
+    ours: Any = importlib.import_module(f"{algorithm}_jax").Args()
+    names = (name.split("=") for name in FLAGS[algorithm].split())
     settings: dict = {name[0]: getattr(ours, name[-1]) for name in names}
     own: dict[str, Any] = {}  # of Stable-Baselines3 alone
-    if args.algorithm != "ppo":  # of all environments together as many gradient steps as with one
-        layers = [120, 84] if args.algorithm == "dqn" else [256, 256]
-        settings |= dict(gradient_steps=args.num_envs, policy_kwargs={"net_arch": layers})
-    if args.algorithm == "dqn":
+    if algorithm != "ppo":  # of all environments together as many gradient steps as with one
+        layers = [120, 84] if algorithm == "dqn" else [256, 256]
+        settings |= dict(gradient_steps=num_envs, policy_kwargs={"net_arch": layers})
+    if algorithm == "dqn":
         own = {"max_grad_norm": np.inf}  # its default clips gradients, which CleanRL's does not
-    if args.algorithm == "ppo":
+    if algorithm == "ppo":
         settings |= dict(learning_rate=lambda remaining: ours.learning_rate * remaining)
-        settings["batch_size"] = ours.num_steps * args.num_envs // ours.num_minibatches
+        settings["batch_size"] = ours.num_steps * num_envs // ours.num_minibatches
         settings["policy_kwargs"] = {"ortho_init": True}
         own = {"clip_range_vf": ours.clip_coef}
-    folder = Path(f"runs/{args.peer}__{time.time():.0f}")
-    about: Any = SimpleNamespace(args=args, steps_per_iteration=args.num_envs)
-    log = ppo_jax.Log(about, ppo_jax.Run(), folder, [])
-    log.open(first_step=0, quiet=True)
+    return settings | (own if peer == "sb3" else {})
+
+
+def log_as_ours(log: Any, num_envs: int) -> Callable[[dict, dict], bool]:
+    """A callback of a peer's training: each 1,000 steps it logs the speed and the mean episode."""
     ended: list[dict[str, float]] = []  # episodes since the last point
+    start = time.time()
 
     def on_step(training: dict, _: dict) -> bool:
         step = training["self"].num_timesteps
         ended.extend(x["episode"] for x in training["infos"] if "episode" in x)
-        if step // 1_000 > (step - args.num_envs) // 1_000:
+        if step // 1_000 > (step - num_envs) // 1_000:
             metrics, number = {"charts/SPS": step / (time.time() - start)}, len(ended) or np.nan
             metrics["charts/episodic_return"] = sum(x["r"] for x in ended) / number
             metrics["charts/episodic_length"] = sum(x["l"] for x in ended) / number
@@ -218,12 +219,23 @@ def train_peer(args: argparse.Namespace) -> None:
             log.write(step, metrics)  # without NaN
         return True
 
+    return on_step
+
+
+def train_peer(args: argparse.Namespace) -> None:
+    """Trains with Stable-Baselines3 or SBX, with our hyperparameters and logs as ours."""
+    from stable_baselines3.common.env_util import make_vec_env
+
+    settings = settings_of_peer(args.peer, args.algorithm, args.num_envs)
+    folder = Path(f"runs/{args.peer}__{time.time():.0f}")
+    about: Any = SimpleNamespace(args=args, steps_per_iteration=args.num_envs)
+    log = ppo_jax.Log(about, ppo_jax.Run(), folder, [])
+    log.open(first_step=0, quiet=True)
     envs = make_vec_env(args.env_id, args.num_envs, args.seed)
-    settings |= (own if args.peer == "sb3" else {}) | dict(seed=args.seed, device="cpu")
     make = getattr(importlib.import_module(PEERS[args.peer][1]), args.algorithm.upper())
-    model, start = make("MlpPolicy", envs, **settings), time.time()
+    model = make("MlpPolicy", envs, **settings, seed=args.seed, device="cpu")
     with log:
-        model.learn(args.total_timesteps, callback=on_step)
+        model.learn(args.total_timesteps, callback=log_as_ours(log, args.num_envs))
 
 
 def beside(configuration: Configuration, chosen: list[Configuration]) -> Any:

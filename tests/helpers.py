@@ -28,6 +28,14 @@ from cleanreplay import compiled, policies, spaces
 
 slow = partial(pytest.param, marks=pytest.mark.slow)  # a test's parameters, see pyproject.toml
 
+
+def fast_at_ends(names, cases, **options):
+    """`pytest.mark.parametrize` in which the cases between the first and the last are slow."""
+    first, *between, last = cases
+    marked = [slow(case) if isinstance(names, str) else slow(*case) for case in between]
+    return pytest.mark.parametrize(names, [first, *marked, last], **options)
+
+
 # --------------------------------------------------------------------------------------------- runs
 
 # Flags with which a run takes a second or two.

@@ -6,7 +6,7 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, edited, make_agent
+from helpers import COUNTER, SMALL_DQN, edited, fast_at_ends, make_agent
 from safetensors.numpy import load_file, save_file
 
 import dqn_jax
@@ -90,7 +90,7 @@ def test_a_script_that_was_moved_is_found_in_the_working_directory(trained, tmp_
     np.testing.assert_array_equal(load_policy(file)(OBSERVATIONS), wanted)
 
 
-@pytest.mark.parametrize("part", [0.0, 0.001, 0.1, 0.5, 0.999])
+@fast_at_ends("part", [0.0, 0.001, 0.1, 0.5, 0.999])
 def test_a_file_that_was_cut_off_is_damaged(part, trained):
     file = trained / "best.safetensors"
     whole = file.read_bytes()

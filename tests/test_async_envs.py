@@ -72,6 +72,7 @@ def test_sync_steps_an_environment_in_jax_like_any_other(vectorization, expected
     assert (find_jax_env(ppo_jax, ppo_jax.Args(), run) is not None) is expected
 
 
+@pytest.mark.slow
 def test_each_environment_has_a_process_where_they_are_async():
     """Also where there is a vector version, which is faster in one process."""
     run = dqn_jax.Run(env_id="CartPole-v1", vectorization="async")
@@ -86,7 +87,7 @@ def test_each_environment_has_a_process_where_they_are_async():
 @pytest.mark.parametrize(
     ("module", "flags", "env_id", "vectorization"),
     [
-        (dqn_jax, SMALL_DQN, "environments:Counter-v0", "async"),
+        slow(dqn_jax, SMALL_DQN, "environments:Counter-v0", "async"),
         slow(ppo_jax, SMALL_PPO, "environments:Counter-v0", "async"),
         # Two of them are stepped without copies of their observations, but not with the flag.
         (dqn_jax, SMALL_DQN, "CartPole-v1", "sync"),
@@ -134,7 +135,8 @@ def start(folder, flags):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM), slow(signal.SIGHUP)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_processes_keeps_a_checkpoint_and_prints_no_traceback(number, tmp_path):
     """As a terminal and SLURM send it, also to those of the environments."""
     process = start(tmp_path, "--env-id environments:Counter-v0 --total-timesteps 40000")
@@ -151,6 +153,7 @@ def test_a_signal_to_all_processes_keeps_a_checkpoint_and_prints_no_traceback(nu
     assert read_events(folder)[0]["charts/SPS"][-1][0] == step
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_is_named_and_keeps_a_checkpoint(tmp_path):
     process = start(tmp_path, "--env-id environments:Failing-v0 --total-timesteps 2000")
     _, err = process.communicate(timeout=120)

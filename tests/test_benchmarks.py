@@ -27,6 +27,8 @@ import training
 
 from cleanreplay import policies, usage
 
+pytestmark = pytest.mark.benchmarks
+
 AGENTS = sorted(agents.AGENTS.glob("*.safetensors"))
 LEAST = {  # mean returns of the agents whose names begin so
     "Acrobot-v1": -120.0,
@@ -140,37 +142,41 @@ def test_a_curve_on_a_grid_is_the_last_value_of_each_seed():
     np.testing.assert_array_equal(scores, [[np.nan, 5], [1, 5], [2, 5]])
 
 
-def test_the_agents_of_a_run_are_taken_in_the_order_of_their_seeds(tmp_path, monkeypatch):
-    started = []
+@pytest.fixture
+def started(monkeypatch):
+    """The commands that `returns.run` starts; each only makes the folder of a run."""
+    commands = []
 
     def pretend(command, cwd, **_):
-        started.append(command[1:])
-        for name in ("seed_2", "seed_10", "checkpoints"):
-            (Path(cwd) / "runs" / "E-v1__dqn_jax__1__17" / name).mkdir(parents=True)
-        return type("Done", (), {"returncode": 0})
-
-    monkeypatch.setattr(returns.subprocess, "run", pretend)
-    for _ in range(2):  # the second time nothing is run
-        folders = returns.run("dqn_jax --tau 1", "E-v1", 1, ["--num-seeds", "3"], tmp_path)
-        assert [x.name for x in folders] == ["E-v1__dqn_jax__1__17", "seed_2", "seed_10"]
-    assert len(started) == 1
-    assert started[0][1:] == ["--env-id", "E-v1", "--seed", "1", "--tau", "1", "--num-seeds", "3"]
-
-
-def test_runs_of_long_commands_have_folders_of_their_own(tmp_path, monkeypatch):
-    """A name of a file has at most 255 bytes."""
-
-    def pretend(command, cwd, **_):
+        commands.append(command[1:])
         (Path(cwd) / "runs" / "E-v1__dqn_jax__1__17").mkdir(parents=True)
-        return type("Done", (), {"returncode": 0})
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(returns.subprocess, "run", pretend)
-    long = 40 * ["--hidden-sizes", "256"]
-    (one,) = returns.run("dqn_jax", "E-v1", 1, [*long, "--tau", "1"], tmp_path)
-    (other,) = returns.run("dqn_jax", "E-v1", 1, [*long, "--tau", "0.5"], tmp_path)
-    assert one.is_dir()
-    assert other.is_dir()
+    return commands
+
+
+def test_a_run_that_is_there_is_not_started_again(tmp_path, started):
+    for _ in range(2):
+        (folder,) = returns.run("dqn_jax --tau 1", "E-v1", 1, ["--num-seeds", "3"], tmp_path)
+        assert folder.name == "E-v1__dqn_jax__1__17"
+    ((_, *flags),) = started
+    assert flags == ["--env-id", "E-v1", "--seed", "1", "--tau", "1", "--num-seeds", "3"]
+
+
+@pytest.mark.parametrize("more", [[], 40 * ["--hidden-sizes", "256"]], ids=["short", "long"])
+def test_runs_with_other_flags_are_other_runs(more, tmp_path, started):
+    """A name of a file has at most 255 bytes."""
+    (one,) = returns.run("dqn_jax", "E-v1", 1, [*more, "--tau", "1"], tmp_path)
+    (other,) = returns.run("dqn_jax", "E-v1", 1, [*more, "--tau", "0.5"], tmp_path)
     assert one != other
+    assert len(started) == 2
+
+
+def test_agents_are_in_the_order_of_their_seeds(tmp_path):
+    for name in ("seed_10", "seed_2", "checkpoints"):
+        (tmp_path / name).mkdir()
+    assert returns.agents(tmp_path) == [tmp_path, tmp_path / "seed_2", tmp_path / "seed_10"]
 
 
 def test_a_run_that_fails_says_where_to_look(tmp_path, monkeypatch):
@@ -181,17 +187,18 @@ def test_a_run_that_fails_says_where_to_look(tmp_path, monkeypatch):
         returns.run("dqn_jax", "E-v1", 1, [], tmp_path)
 
 
-def test_a_line_of_returns_has_their_mean_interval_and_median(tmp_path):
-    write_run(tmp_path, [(501 * (i + 1), 480.0, 500.0) for i in range(120)])
-    curve = returns.curve(tmp_path)
-    summary = returns.summary("CartPole-v1", "ppo_jax", [curve, curve])
-    heads = returns.heads("mean of the last 100 episodes")
-    cells = dict(zip(heads, returns.row(summary), strict=True))
-    assert cells["mean of the last 100 episodes, by seed"] == "480.0, 480.0"
-    assert cells["mean ± std"] == "480.0 ± 0.0"
-    assert cells["interquartile mean (95% interval)"] == "480.0 (480.0 to 480.0)"
-    assert cells["median"] == "50"
-    assert cells["CleanRL"] == "490.04 ± 6.12"
+def test_a_summary_has_mean_interval_and_steps_of_all_seeds():
+    means = np.array([[100.0, 480.0], [500.0, 490.0], [300.0, 400.0]])
+    curves = [returns.Curve(np.array([1e3, 2e3]), x, np.array([True, True])) for x in means]
+    summary = returns.summary("CartPole-v1", "ppo_jax", curves)
+    assert summary["returns"] == [480.0, 490.0, 400.0]
+    assert summary["mean"] == pytest.approx(1_370 / 3)
+    assert summary["standard_deviation"] == pytest.approx(49.33, abs=0.01)
+    assert summary["interquartile_mean"] == pytest.approx(1_370 / 3)  # of three, none is left out
+    assert summary["interval"] == [400.0, 490.0]
+    assert summary["steps_to_threshold"] == [2_000.0, 1_000.0, float("inf")]
+    assert summary["median_steps_to_threshold"] == 2_000.0
+    assert summary["published"]["CleanRL"] == "490.04 ± 6.12"
 
 
 def test_evaluations_are_a_curve_whose_points_are_all_complete(tmp_path):
@@ -286,27 +293,6 @@ def test_no_two_configurations_have_the_same_name():
     assert len(set(names)) == len(names)
 
 
-def test_a_line_of_training_has_medians_and_ranges():
-    own = [
-        training.Outcome(200.0, 300.0, 50_000.0, 20.0, 500.0),
-        training.Outcome(220.0, 330.0, float("inf"), float("inf"), 480.0),
-        training.Outcome(240.0, 360.0, 60_000.0, 30.0, 490.0),
-    ]
-    base = [training.Outcome(100.0, 100.0, 1.0, 1.0, 1.0)] * 3
-    cells = training.row("x", own, base, [1000.0] * 3)
-    assert cells == [
-        "x",
-        "220 (200 to 240)",
-        "2.20 (2.00 to 2.40)",
-        "330 (300 to 360)",
-        "3.30 (3.00 to 3.60)",
-        "33.0%",
-        "60 (50 to never)",
-        "30.0 (20.0 to never)",
-        "490.0 (480.0 to 500.0)",
-    ]
-
-
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "environments:Chain-v0"])
 def test_steps_of_environments_alone_are_those_of_all_of_them(env_id, monkeypatch):
     calls = []
@@ -325,45 +311,26 @@ def test_steps_of_environments_alone_are_those_of_all_of_them(env_id, monkeypatc
     assert len(calls) == 2
 
 
-def test_a_peer_has_our_hyperparameters_and_logs_as_our_scripts_do(tmp_path, monkeypatch):
-    made = []
-
-    class Peer:
-        """An episode ends every 400 steps, with a return that is the step."""
-
-        def __init__(self, policy, envs, **settings):
-            made.append((envs, settings))
-
-        def learn(self, total_timesteps, callback):
-            for self.num_timesteps in range(8, total_timesteps + 1, 8):
-                info = {}
-                if self.num_timesteps % 400 == 0:
-                    info = {"episode": {"r": self.num_timesteps, "l": 4}}
-                assert callback({"self": self, "infos": [info]}, {})
-
-    environments = SimpleNamespace(make_vec_env=lambda *arguments: arguments)
-    monkeypatch.setitem(sys.modules, "stable_baselines3", SimpleNamespace(DQN=Peer))
-    monkeypatch.setitem(sys.modules, "stable_baselines3.common.env_util", environments)
-    training.train_peer(
-        SimpleNamespace(
-            peer="sb3",
-            algorithm="dqn",
-            env_id="CartPole-v1",
-            num_envs=8,
-            seed=3,
-            total_timesteps=3_000,
-        )
-    )
-    ((envs, settings),) = made
-    assert envs == ("CartPole-v1", 8, 3)
+def test_a_peer_has_our_hyperparameters():
+    settings = training.settings_of_peer("sb3", "dqn", num_envs=8)
     assert settings["learning_rate"] == 2.5e-4
     assert settings["train_freq"] == 10
     assert settings["gradient_steps"] == 8
     assert settings["exploration_final_eps"] == 0.05
-    (folder,) = (tmp_path / "runs").iterdir()
-    points = returns.scalars(folder, "charts/episodic_return")
-    assert [(x.step, x.value) for x in points] == [(1000, 600.0), (2000, 1600.0), (3000, 2600.0)]
-    assert [x.step for x in returns.scalars(folder, "charts/SPS")] == [1000, 2000, 3000]
+
+
+def test_a_peer_logs_each_thousand_steps_the_mean_of_the_episodes_since_the_last():
+    """An episode ends every 400 steps, with a return that is the step."""
+    points = []
+    log = SimpleNamespace(write=lambda step, metrics: points.append((step, metrics)))
+    on_step = training.log_as_ours(log, num_envs=8)
+    for step in range(8, 3_001, 8):
+        info = {"episode": {"r": step, "l": 4}} if step % 400 == 0 else {}
+        assert on_step({"self": SimpleNamespace(num_timesteps=step), "infos": [info]}, {})
+    means = [(step, metrics["charts/episodic_return"]) for step, metrics in points]
+    assert means == [(1000, 600.0), (2000, 1600.0), (3000, 2600.0)]
+    assert all(metrics["charts/episodic_length"] == 4 for _, metrics in points)
+    assert all(metrics["charts/SPS"] > 0 for _, metrics in points)
 
 
 @pytest.mark.slow
@@ -378,13 +345,20 @@ def test_slow_environments_take_their_time(vectorization, processes, monkeypatch
 
 
 def test_ratios_are_repetition_by_repetition():
-    times = {"ours": [1.0, 2.0, 4.0], "naive_jax": [2.0, 2.0, 12.0]}
-    cells = replay_buffers.cells(times, ["naive_jax", "dejax", "cpprb"], {"cpprb"})
-    of_ours = ["2.00 (1.00 to 4.00)"]
-    of_naive_jax = ["2.00", "2.00 (1.00 to 3.00)"]
-    of_dejax = ["", ""]  # it has no such operation
-    of_cpprb = ["not installed", ""]
-    assert cells == of_ours + of_naive_jax + of_dejax + of_cpprb
+    assert machine.ratios([2.0, 2.0, 12.0], [1.0, 2.0, 4.0]) == [2.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([1.0, 3.0, 2.0], "2.00 (1.00 to 3.00)"),
+        ([2.0, 2.0], "2.00"),
+        ([50.0, float("inf"), 60.0], "60.00 (50.00 to never)"),
+        ([50.0, float("inf"), float("inf")], "never"),
+    ],
+)
+def test_a_spread_has_the_median_and_where_they_differ_the_range(values, shown):
+    assert machine.spread(values, 2) == shown
 
 
 def test_a_repetition_has_fewer_calls_if_they_are_slow():
@@ -435,10 +409,6 @@ def test_json_has_no_infinity(tmp_path):
     assert json.loads(path.read_text()) == {"x": [None, 1.5], "y": None}
 
 
-def test_a_table_is_one_of_markdown():
-    assert machine.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
-
-
 def test_a_package_that_is_missing_has_no_version():
     assert machine.versions(["no-such-package"]) == {"no-such-package": "not installed"}
 
@@ -467,9 +437,3 @@ def test_the_flags_of_an_agent_are_a_command(file):
     Flags = NamedTuple("Flags", [("experiment", module.Run), ("algorithm", module.Args)])  # noqa: UP014
     given = tyro.cli(Flags, args=tokens, config=[tyro.conf.OmitArgPrefixes])
     assert given == usage.read_flags(file, module.Run, module.Args)
-
-
-def test_the_page_of_agents_has_each_of_them_and_its_command():
-    page = (agents.ROOT / "benchmarks" / "agents.md").read_text()
-    for file in AGENTS:
-        assert f"`{file.name}` | `{agents.flags(file)}` |" in page

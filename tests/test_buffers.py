@@ -23,6 +23,7 @@ from helpers import (
     describe,
     encode,
     examples,
+    fast_at_ends,
     kept,
     shift,
     shift_by,
@@ -111,7 +112,7 @@ replay_operations = st.lists(
     [
         Windows(5),
         slow(Windows(5).prioritised()),
-        Windows(5, envs=3),
+        slow(Windows(5, envs=3)),
         Windows(5, envs=3).prioritised(),
     ],
     ids=describe,
@@ -176,7 +177,7 @@ SPECIAL_SEQUENCES = [
 @pytest.mark.parametrize("before_wrap", [None, 12])
 @pytest.mark.parametrize(
     "shape",
-    [*SEQUENCES, *map(slow, SPECIAL_SEQUENCES)]
+    [SEQUENCES[0], *map(slow, SEQUENCES[1:-1]), SEQUENCES[-1], *map(slow, SPECIAL_SEQUENCES)]
     + [slow(shape.prioritised()) for shape in SEQUENCES + SPECIAL_SEQUENCES],
     ids=describe,
 )
@@ -218,8 +219,8 @@ def assert_equally_likely(counts):
     assert len(counts) == 1 or stats.chisquare(counts).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("added", [[5], [12], [12, 5], [5, 30, 5]], ids=str)
-@pytest.mark.parametrize(
+@fast_at_ends("added", [[5], [12], [12, 5], [5, 30, 5]], ids=str)
+@fast_at_ends(
     "shape",
     [
         Windows(12),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Windows, both, decode, describe, encode, shift, start_at
+from helpers import Windows, both, decode, describe, encode, fast_at_ends, shift, start_at
 
 import buffers
 
@@ -27,8 +27,8 @@ def filled(shape, rows):
     return state
 
 
-@pytest.mark.parametrize("rows", [0, 3, 6, 10], ids=["empty", "half full", "full", "gone round"])
-@pytest.mark.parametrize("shape", SHAPES, ids=describe)
+@fast_at_ends("rows", [0, 3, 6, 10], ids=["empty", "half full", "full", "gone round"])
+@fast_at_ends("shape", SHAPES, ids=describe)
 def test_items_held_come_first_and_oldest_first(shape, rows):
     indices, is_held = shape.replay().indices(filled(shape, rows))
     oldest_row = max(rows - 6, 0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_equal, decode, encode, shift, slow
+from helpers import assert_trees_equal, decode, encode, fast_at_ends, shift, slow
 
 import buffers
 
@@ -52,10 +52,10 @@ def random_items(prototype, length, seed):
     return jax.tree.map(leaf, prototype)
 
 
-KINDS_OF_ITEMS = ["int", slow("key"), "zero-size", "NamedTuple", "nested"]
+KINDS_OF_ITEMS = ["int", "key", "zero-size", "NamedTuple", "nested"]
 
 
-@pytest.mark.parametrize("name", KINDS_OF_ITEMS)
+@fast_at_ends("name", KINDS_OF_ITEMS)
 def test_a_circular_buffer_holds_items_of_any_pytree_and_dtype(name):
     prototype = PROTOTYPES[name]
     rows = random_items(prototype, 4, seed=1)
@@ -78,7 +78,7 @@ def test_a_circular_buffer_holds_items_of_any_pytree_and_dtype(name):
     assert_trees_equal(items, expected)
 
 
-@pytest.mark.parametrize("name", KINDS_OF_ITEMS)
+@fast_at_ends("name", KINDS_OF_ITEMS)
 def test_a_replay_buffer_holds_items_of_any_pytree_and_dtype(name):
     prototype = PROTOTYPES[name]
     items = random_items(prototype, 12, seed=2)
@@ -132,7 +132,7 @@ def test_init_uses_shapes_only():
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(lambda x: x.shape, shapes)
 
 
-@pytest.mark.parametrize("num_envs", [None, 1, 2])
+@fast_at_ends("num_envs", [None, 1, 2])
 def test_a_batch_of_one_stays_a_batch(num_envs):
     row_shape = () if num_envs is None else (num_envs,)
     replay = buffers.uniform_replay(2, num_envs=num_envs, sequence_length=1)
@@ -161,7 +161,7 @@ def test_a_batch_of_none_adds_nothing(mask):
 # ------------------------------------------------------------------------------------ indices
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3)])
+@fast_at_ends("shape", [(), (1,), (4,), (2, 3)])
 def test_indices_may_have_any_shape(shape):
     indices = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     replay = buffers.uniform_replay(8, sequence_length=2)
@@ -174,7 +174,7 @@ def test_indices_may_have_any_shape(shape):
     np.testing.assert_array_equal(decode(circular.get(state, indices)), indices + 3)
 
 
-@pytest.mark.parametrize(
+@fast_at_ends(
     "indices", [2, [200, 1], np.uint8([200, 1]), np.int64([200, 1]), np.uint32([200, 1])], ids=repr
 )
 @pytest.mark.parametrize("factory", [buffers.circular_buffer, buffers.uniform_replay])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Windows, both, describe, start_at
+from helpers import Windows, both, describe, fast_at_ends, start_at
 
 import buffers
 
@@ -61,10 +61,8 @@ def possible(episode, row, env, horizon):
 
 
 @pytest.mark.parametrize("horizon", [1, 5])
-@pytest.mark.parametrize("rows", [3, 20, 87], ids=["begun", "full", "gone round"])
-@pytest.mark.parametrize(
-    "shape", both(Windows(20), Windows(20, envs=3, length=2, period=2)), ids=describe
-)
+@fast_at_ends("rows", [3, 20, 87], ids=["begun", "full", "gone round"])
+@fast_at_ends("shape", both(Windows(20), Windows(20, envs=3, length=2, period=2)), ids=describe)
 def test_all_later_steps_of_the_episode_are_drawn_and_no_others(shape, rows, horizon):
     replay = shape.replay()
     state, episode = filled(replay, rows)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_equal, slow
+from helpers import assert_trees_equal, fast_at_ends, slow
 from scipy import stats
 
 import buffers
@@ -12,7 +12,7 @@ import buffers
 # ------------------------------------------------------------------------------------- masked_mean
 
 
-@pytest.mark.parametrize(
+@fast_at_ends(
     ("shape", "lead"), [((6,), ()), ((6,), (3,)), ((4, 5), ()), ((4, 5), (2, 3))], ids=str
 )
 def test_means_are_of_what_the_mask_keeps_over_its_axes(shape, lead):
@@ -58,7 +58,7 @@ def looped(count):
     return state, metrics
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
+@fast_at_ends("count", [1, 3, 5])
 def test_repeat_is_a_loop_over_the_first_rows(count):
     state, metrics = looped(count)
     expected = state, {name: np.float32(x) for name, x in metrics.items()}
@@ -93,7 +93,7 @@ def test_one_program_repeats_any_number_of_times():
 
 @pytest.mark.parametrize(
     ("rows", "epochs", "num_minibatches"),
-    [(1, 3, 1), slow(2, 9, 2), slow(64, 5, 4), (65, 4, 5), slow(300, 1, 1), (70_000, 3, 7)],
+    [(1, 3, 1), slow(2, 9, 2), slow(64, 5, 4), slow(65, 4, 5), slow(300, 1, 1), (70_000, 3, 7)],
 )
 def test_minibatches_of_an_epoch_hold_every_row_once(rows, epochs, num_minibatches):
     minibatches = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)
@@ -132,9 +132,7 @@ def test_orders_are_equally_likely():
     assert stats.chisquare(np.bincount(pairs, minlength=24**2)).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("rows", "epochs", "groups"), [(60, 5_000, 60), (2**16, 20, 64), (2**17, 10, 64)]
-)
+@fast_at_ends(("rows", "epochs", "groups"), [(60, 5_000, 60), (2**16, 20, 64), (2**17, 10, 64)])
 def test_rows_land_everywhere_alike(rows, epochs, groups):
     """Counts of (group of rows, minibatch); with 2**16 rows many have the same random bits."""
     minibatches = buffers.shuffled_minibatches(jax.random.key(1), rows, epochs, groups)

@@ -26,6 +26,7 @@ from helpers import (
     COUNTER,
     ROOT,
     SMALL_DQN,
+    fast_at_ends,
     flip_a_bit,
     make_agent,
     make_trainer,
@@ -47,7 +48,7 @@ DQN_FLAGS = dict(learning_starts=100, batch_size=8, buffer_size=200, n_step=2)
 COMPILED = [
     slow(dqn_jax, DQN_FLAGS),  # what PER resumes has all of it
     (per_dqn_jax, DQN_FLAGS),
-    (ppo_jax, dict(num_steps=16, num_minibatches=1, update_epochs=1)),
+    slow(ppo_jax, dict(num_steps=16, num_minibatches=1, update_epochs=1)),
 ]
 # Flags with which a run takes a second or two.
 SMALL = "--learning-starts 50 --batch-size 8 --buffer-size 100 --log-interval 20".split()  # noqa: SIM905
@@ -416,7 +417,7 @@ RESETS = 12  # of the first 55 steps of Counter-v0, which are none of its `step`
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@fast_at_ends("number", SIGNALS)
 def test_a_signal_keeps_a_checkpoint_of_the_last_iteration(number, run_main, monkeypatch):
     with monkeypatch.context() as patched:
         at_step(55 - RESETS, lambda: signal.raise_signal(number), patched)
@@ -431,7 +432,7 @@ def test_a_signal_keeps_a_checkpoint_of_the_last_iteration(number, run_main, mon
     assert logged_steps(folder) == [20, 40, 50, *range(60, 201, 20)]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@fast_at_ends("number", SIGNALS)
 def test_a_signal_in_training_from_python_saves_and_returns(number, monkeypatch):
     """As an interrupt in a notebook; afterwards signals do what they did before."""
     before = [signal.getsignal(x) for x in SIGNALS]
@@ -453,6 +454,7 @@ def kill(process):
     assert process.returncode == -signal.SIGKILL, err
 
 
+@pytest.mark.slow
 def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path):
     process = start(tmp_path, "--total-timesteps", "20000", "--checkpoint-interval", "100", *SMALL)
     time.sleep(0.5)
@@ -570,8 +572,9 @@ def small_disk(folder, size):
         subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of 600 kB is mounted")
-@pytest.mark.parametrize("when", [x if x == USUAL else slow(x) for x in FULL_DISKS])
+@pytest.mark.parametrize("when", FULL_DISKS)
 def test_a_full_disk_is_an_error_and_what_was_saved_stays(when, tmp_path, monkeypatch):
     """Libraries may print more beside our line, at the same time."""
     size, flags = FULL_DISKS[when]
@@ -874,6 +877,7 @@ def test_a_complete_run_of_whole_iterations_is_resumed_with_the_steps_that_were_
     np.testing.assert_array_equal(again, returns)
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_ends_the_process(tmp_path):
     """Where the first waits for an environment that hangs."""
     code = """

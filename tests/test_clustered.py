@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import as_mask, batches, decode, encode, examples, kept, shift, slow
+from helpers import as_mask, batches, decode, encode, examples, fast_at_ends, kept, shift, slow
 from hypothesis import given
 from scipy import stats
 
@@ -280,7 +280,7 @@ def test_impossible_buffers_are_errors(error, message, num_clusters, inner):
         buffers.clustered_replay(num_clusters, inner, by_id)
 
 
-@pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.uint8, jnp.int16])
+@fast_at_ends("dtype", [bool, jnp.int8, jnp.uint8, jnp.int16])
 def test_a_cluster_may_be_of_any_integer_dtype(dtype):
     """Also of one that cannot count the rows of all clusters."""
     replay = buffers.clustered_replay(2, buffers.uniform_replay(40_000), lambda x: x.astype(dtype))

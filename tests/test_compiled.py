@@ -418,9 +418,10 @@ def values_of_a_chain():
     return np.stack([left, right], axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "env_id"),
-    [slow(dqn_jax, "Chain-v0"), (per_dqn_jax, "Chain-v0")],
+    [(dqn_jax, "Chain-v0"), (per_dqn_jax, "Chain-v0")],
     ids=["dqn", "per_dqn"],
 )
 def test_q_values_of_a_chain(module, env_id):
@@ -444,6 +445,7 @@ def test_q_values_of_a_chain(module, env_id):
         np.testing.assert_allclose([x for _, x in scalars["charts/beta"]], beta, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_policy_and_values_of_a_chain():
     args = ppo_jax.Args(**PPO_FLAGS, total_timesteps=20_000)
     agent, params, returns, scalars = train_chain(ppo_jax, args, "Chain-v0")
@@ -606,9 +608,8 @@ def exchanged_arrays(program_text):
     return operations, largest
 
 
-@pytest.mark.parametrize(
-    ("module", "flags"), [slow(*SCRIPTS[0]), slow(*SCRIPTS[1]), SCRIPTS[2]], ids=IDS
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "flags"), SCRIPTS, ids=IDS)
 def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module, flags):
     """Nothing as large as the replay: in each gradient step the compiled program gathers less."""
     if module is not ppo_jax:
@@ -912,8 +913,15 @@ def make_not_finite(what, **kwargs):
 gym.register("NotFiniteInJax-v0", make_not_finite, disable_env_checker=True)
 
 
-@pytest.mark.parametrize("module", [dqn_jax, ppo_jax])
-@pytest.mark.parametrize("what", ["reward", "observation"])
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        (dqn_jax, "reward"),
+        slow(dqn_jax, "observation"),
+        slow(ppo_jax, "reward"),
+        (ppo_jax, "observation"),
+    ],
+)
 def test_numbers_of_a_compiled_environment_that_are_not_finite_are_named(module, what, run_main):
     """Not called diverged, though what is learned from them is."""
     where = "seed 3, between steps 32 and 48"
@@ -1005,7 +1013,8 @@ gym.register(
 
 
 def test_a_run_whose_environments_have_empty_arrays_is_saved_and_resumed():
-    args = ppo_jax.Args(total_timesteps=256, num_steps=16, anneal_lr=False)
+    small = dict(num_steps=16, num_minibatches=1, update_epochs=1)
+    args = ppo_jax.Args(total_timesteps=256, anneal_lr=False, **small)
     run = ppo_jax.Run(env_id="ChainWithoutContacts-v0", eval_episodes=1, log_interval=64)
     *_, folder = ppo_jax.train(args, run)
     more = replace(args, total_timesteps=512)

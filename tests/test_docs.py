@@ -42,8 +42,9 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay.agents import STEP_FIELDS
 from cleanreplay.vault import Vault
+
+pytestmark = pytest.mark.pages
 
 MODULES_OF_SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, recurrent_ppo_jax, sac_jax)
 SCRIPTS = {x.__name__: x for x in MODULES_OF_SCRIPTS}
@@ -161,40 +162,19 @@ def test_tables_of_metrics_have_those_of_the_scripts(name):
 @pytest.mark.parametrize(
     ("name", "title"), [("c51_jax", "C51"), ("qr_dqn_jax", "QR-DQN"), ("td3_jax", "TD3")]
 )
-def test_the_section_of_a_diff_has_its_flags_metrics_and_lines(name, title):
+def test_the_section_of_a_diff_has_its_flags_and_metrics_and_quotes_it(name, title):
     page = PAGES["docs/other_algorithms.md"]
     section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
     script, original = other_algorithm(name), SCRIPTS[OTHER_ALGORITHMS[name]]
     added = set(names_of(script.Args())) - set(names_of(original.Args()))
     assert set(flags(section)) == added
     diff = diff_of(name).read_text()
-    lines = diff.splitlines()[2:]
-    new = [line for line in lines if line[0] == "+"]
-    old = [line for line in lines if line[0] == "-"]
-    assert re.search(rf"^\| \[{title}\].*\| \+{len(new)} -{len(old)} \|", page, re.MULTILINE)
+    new = [line for line in diff.splitlines()[2:] if line[0] == "+"]
     assert metrics("\n".join(new), '"') <= metrics(section, "`")
     shown = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
     assert shown
     for block in shown:
         assert block in diff
-
-
-def test_the_mark_that_pages_name_is_in_every_script():
-    marks = {mark for text in PAGES.values() for mark in re.findall(r"`(# ===.*?===)`", text)}
-    (mark,) = marks
-    for name in SCRIPTS:
-        assert f"\n{mark}\n" in (ROOT / f"{name}.py").read_text()
-
-
-def test_the_tree_of_imports_has_every_module():
-    (tree,) = [x for x in blocks("docs/README.md", "text") if "cleanreplay/" in x]
-    modules = {file.name for file in ROOT.glob("cleanreplay/*.py")} - {"__init__.py"}
-    assert set(re.findall(r"\w+\.py", tree)) == modules | {f"{x}.py" for x in [*SCRIPTS, "buffers"]}
-
-
-def test_the_names_of_fields_that_must_stay_are_those_that_the_package_reads():
-    item = PAGES["docs/README.md"].split("**Six names of fields**")[1].split("\n- **")[0]
-    assert set(re.findall(r"`(\w+)`", item)) - {"State"} == set(STEP_FIELDS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/buffers.md"])
@@ -939,11 +919,6 @@ def test_recipes_run_as_they_stand(name):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_table_of_recipes_has_each_of_them():
-    table = PAGES["docs/recipes/README.md"]
-    assert all(f"({page.split('/')[-1]})" in table for page in RECIPES if "README" not in page)
-
-
 def test_every_block_of_python_is_run_by_a_test():
     ours = ("README.md", "docs/buffers.md", "docs/runs.md", "docs/r2d2.md", "docs/walk.md")
     for page in PAGES:
@@ -953,20 +928,6 @@ def test_every_block_of_python_is_run_by_a_test():
 
 
 REFERENCE_RUNS = sorted((ROOT / "benchmarks" / "runs").iterdir())
-
-
-def test_reference_runs_are_small():
-    files = [file for folder in REFERENCE_RUNS for file in folder.iterdir()]
-    assert sum(file.stat().st_size for file in files) < 5_000_000
-
-
-def test_there_is_a_reference_run_of_each_script_in_each_simple_environment():
-    wanted = {("Pendulum-v1", "ppo_jax"), ("Pendulum-v1", "sac_jax")}
-    for env_id in ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3"):
-        for script in ("dqn_jax", "per_dqn_jax", "ppo_jax"):
-            wanted.add((env_id, script))
-    found = {tuple(folder.name.split("__")[:2]) for folder in REFERENCE_RUNS}
-    assert found >= wanted
 
 
 def test_reference_runs_show_what_a_new_run_should_look_like():

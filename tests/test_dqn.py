@@ -30,7 +30,7 @@ from by_hand import (
     train_without_gradients,
     windows_by_hand,
 )
-from helpers import read_events, slow
+from helpers import fast_at_ends, read_events, slow
 from optax.tree_utils import tree_get
 from scipy.stats import chisquare
 
@@ -104,8 +104,8 @@ def test_learning_starts_with_the_iteration_that_passes_learning_starts():
     np.testing.assert_array_equal(metrics["charts/gradient_steps"], [0, 0, 0, 0, 4, 4, 4, 4])
 
 
-@pytest.mark.parametrize("num_envs", [1, 8, 64])
-@pytest.mark.parametrize("train_frequency", [1, 10, 16])
+@fast_at_ends("num_envs", [1, 8, 64])
+@fast_at_ends("train_frequency", [1, 10, 16])
 @pytest.mark.parametrize("gradient_steps", [1, 3])
 def test_gradient_steps_keep_their_ratio_to_environment_steps(
     num_envs, train_frequency, gradient_steps
@@ -277,11 +277,11 @@ def test_a_metric_of_the_loss_has_a_chart(monkeypatch):
         assert count % 1 == 0
 
 
-@pytest.mark.parametrize(
+@fast_at_ends(
     "flags",
     [
-        dict(n_step=1, target_network_frequency=10, tau=1.0),
         dict(n_step=3, target_network_frequency=4, tau=0.5, double_q=True, clip_rewards=True),
+        dict(n_step=1, target_network_frequency=10, tau=1.0),
         dict(target_network_frequency=8, gradient_steps=2),
     ],
 )
@@ -334,7 +334,7 @@ def test_train_step_is_what_a_plain_loop_gives(flags):
     assert int(agent.replay.size(state.replay)) == 30
 
 
-@pytest.mark.parametrize(
+@fast_at_ends(
     ("flags", "period"),
     [
         (dict(target_network_frequency=12), 3),
@@ -502,13 +502,14 @@ def test_a_buffer_that_does_not_divide_is_rounded_up():
 # ------------------------------------------------------------------------------------- the learning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env_id", "observations", "values"),
     [
-        slow("Probe-constant-v0", [[0.0]], [[1.0, 1.0]]),
-        slow("Probe-observation-v0", [[-1.0], [1.0]], [[-1.0, -1.0], [1.0, 1.0]]),
+        ("Probe-constant-v0", [[0.0]], [[1.0, 1.0]]),
+        ("Probe-observation-v0", [[-1.0], [1.0]], [[-1.0, -1.0], [1.0, 1.0]]),
         ("Probe-discount-v0", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
-        slow("Probe-action-v0", [[0.0]], [[-1.0, 1.0]]),
+        ("Probe-action-v0", [[0.0]], [[-1.0, 1.0]]),
         ("Start-v0", [[0.0]], [[-1.0, 1.0]]),  # its actions are 1 and 2
         ("Probe-both-v0", [[-1.0], [1.0]], [[1.0, -1.0], [-1.0, 1.0]]),
         ("Probe-truncation-v0", [[0.0]], [[2.0, 2.0]]),  # 1 / (1 - gamma): a cut is not an end
@@ -519,8 +520,9 @@ def test_probe_values_are_learned(env_id, observations, values):
     np.testing.assert_allclose(q, values, atol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env_id", "value"), [("Probe-truncation-v0", 2.0), slow("Probe-discount-v0", 0.5)]
+    ("env_id", "value"), [("Probe-truncation-v0", 2.0), ("Probe-discount-v0", 0.5)]
 )
 def test_probe_values_are_learned_from_n_steps(env_id, value):
     """Ends of both kinds within three steps leave the values what they are with one."""
@@ -535,6 +537,7 @@ def test_a_probe_value_is_learned_with_double_q_and_soft_target():
     np.testing.assert_allclose(q, 2.0, atol=0.01)
 
 
+@pytest.mark.slow
 def test_an_image_probe_is_learned():
     """uint8 images go through the Nature CNN, stay uint8 in the buffer, and can be learned from."""
     black = np.zeros((4, 36, 36), np.uint8)

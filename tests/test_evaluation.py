@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from environments import Chain
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
-from helpers import COUNTER, SMALL_DQN, find_jax_env, make_agent, make_trainer, read_events
+from helpers import (
+    COUNTER,
+    SMALL_DQN,
+    fast_at_ends,
+    find_jax_env,
+    make_agent,
+    make_trainer,
+    read_events,
+)
 
 import dqn_jax
 import ppo_jax
@@ -102,7 +110,7 @@ PPO_HEAD = "Dense_4"
 
 
 @BOTH
-@pytest.mark.parametrize("best", range(3))
+@fast_at_ends("best", range(3))
 def test_the_best_actions_are_taken_by_default(env_id, best):
     for module, head in ((dqn_jax, DQN_HEAD), (ppo_jax, PPO_HEAD)):
         counts = count_actions(module, module.Args(), head, np.eye(3)[best], env_id=env_id)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_trainer, slow
+from helpers import fast_at_ends, make_trainer, slow
 
 import buffers
 import dqn_jax
@@ -19,7 +19,7 @@ from cleanreplay import images
 KEY = jax.random.PRNGKey(0)
 
 
-@pytest.mark.parametrize(("count", "length"), [(2, 2), (3, 5), (4, 5)])
+@fast_at_ends(("count", "length"), [(2, 2), (3, 5), (4, 5)])
 def test_stack_frames_is_what_a_loop_over_each_window_gives(count, length):
     rng = np.random.default_rng(0)
     frames = rng.integers(1, 255, (64, length, 2, 3), np.uint8)

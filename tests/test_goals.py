@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict
 from gymnasium.vector import SyncVectorEnv
-from helpers import one_line, read_events, slow
+from helpers import fast_at_ends, one_line, read_events, slow
 
 import dqn_jax
 import per_dqn_jax
@@ -90,7 +90,7 @@ def part(window, name):
     return window.observation[..., PLACES[name]]
 
 
-@pytest.mark.parametrize(
+@fast_at_ends(
     "flags", [{}, {"n_step": 3}, {"frame_stack": 3}], ids=["plain", "n_step", "frame_stack"]
 )
 def test_goals_are_achieved_later_in_the_episode(flags):
@@ -115,7 +115,7 @@ def test_goals_are_achieved_later_in_the_episode(flags):
 FLAGS = [{}, {"n_step": 3}, {"n_step": 3, "frame_stack": 2}]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=["plain", "n_step", "n_step, frame_stack"])
+@fast_at_ends("flags", FLAGS, ids=["plain", "n_step", "n_step, frame_stack"])
 def test_rewards_and_ends_are_those_of_the_new_goal(flags):
     """Of all steps of a window but the last, which only follows them."""
     pairs, _ = drawn(sac(**flags), 50)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from environments import Counter, Probe
-from helpers import SMALL_DQN, one_line, read_events, slow
+from helpers import SMALL_DQN, fast_at_ends, one_line, read_events, slow
 
 import dqn_jax
 import per_dqn_jax
@@ -56,7 +56,7 @@ def kernels(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, bool])
-@pytest.mark.parametrize("shape", SMALL, ids=str)
+@fast_at_ends("shape", SMALL, ids=str)
 def test_small_images_go_through_one_convolution(shape, dtype):
     height, width, channels = SMALL[shape]
     assert kernels(shape, dtype) == {
@@ -66,7 +66,7 @@ def test_small_images_go_through_one_convolution(shape, dtype):
     }
 
 
-@pytest.mark.parametrize("shape", LARGE, ids=str)
+@fast_at_ends("shape", LARGE, ids=str)
 def test_images_of_36x36_and_more_go_through_three_convolutions(shape):
     height, width, channels = LARGE[shape]
     rows = (height // 4 - 1) // 2 - 3
@@ -81,13 +81,13 @@ def test_images_of_36x36_and_more_go_through_three_convolutions(shape):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, bool])
-@pytest.mark.parametrize("shape", NO_IMAGES, ids=str)
+@fast_at_ends("shape", NO_IMAGES, ids=str)
 def test_what_is_too_small_or_has_no_channels_is_flattened(shape, dtype):
     size = int(np.prod(shape))
     assert list(kernels(shape, dtype).values()) == [(size, 120), (120, 84), (84, 2)]
 
 
-@pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=str)
+@fast_at_ends("shape", [*SMALL, *LARGE], ids=str)
 def test_images_of_floats_are_flattened(shape):
     assert kernels(shape, np.float32)["Dense_0"] == (int(np.prod(shape)), 120)
 
@@ -162,7 +162,7 @@ class Observer(gym.Env):
         self.observation_space = space
 
 
-@pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=str)
+@fast_at_ends("shape", [*SMALL, *LARGE], ids=str)
 def test_a_line_says_how_images_are_read(shape):
     height, width, channels = (SMALL | LARGE)[shape]
     wanted = f"observations are images of {height} x {width} with {channels} channels"

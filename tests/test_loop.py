@@ -239,23 +239,9 @@ def assert_learned(folder):
     assert np.isfinite([value for values in losses for _, value in values]).all()
 
 
-@pytest.mark.parametrize(
-    ("module", "setting"),
-    [
-        slow(dqn_jax, "JAX_DEBUG_NANS"),
-        (per_dqn_jax, "JAX_DEBUG_NANS"),
-        slow(ppo_jax, "JAX_DEBUG_NANS"),
-        slow(r2d2_jax, "JAX_DEBUG_NANS"),
-        slow(recurrent_ppo_jax, "JAX_DEBUG_NANS"),
-        slow(sac_jax, "JAX_DEBUG_NANS"),
-        (dqn_jax, "JAX_ENABLE_X64"),
-        slow(per_dqn_jax, "JAX_ENABLE_X64"),
-        slow(ppo_jax, "JAX_ENABLE_X64"),
-        slow(r2d2_jax, "JAX_ENABLE_X64"),
-        slow(recurrent_ppo_jax, "JAX_ENABLE_X64"),
-        slow(sac_jax, "JAX_ENABLE_X64"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["JAX_DEBUG_NANS", "JAX_ENABLE_X64"])
+@pytest.mark.parametrize("module", SCRIPTS)
 def test_a_setting_of_jax_ends_no_run(module, setting, tmp_path):
     flags = TINY | FAST_FLAGS[module] | {"total_timesteps": 384}
     texts = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]

@@ -4,6 +4,7 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
+from helpers import fast_at_ends
 
 from cleanreplay import memory_tasks  # noqa: F401  (registers)
 
@@ -34,7 +35,7 @@ def steps_of(env_id, seed):
     return [np.stack(column) for column in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize(("env_id", "positions"), TASKS)
+@fast_at_ends(("env_id", "positions"), TASKS)
 def test_a_task_without_velocities_shows_the_positions_and_is_the_same_otherwise(env_id, positions):
     observation, *rest = steps_of(env_id, seed=3)
     shown, *same = steps_of(f"{env_id[:-3]}NoVelocity-v0", seed=3)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import slow
+from helpers import fast_at_ends, slow
 
 import buffers
 
@@ -20,7 +20,7 @@ def slow_return(reward, terminated, truncated, gamma):
 
 
 @pytest.mark.parametrize("jit", [slow(False), True])
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@fast_at_ends("n", [1, 2, 3, 5])
 def test_returns_are_those_of_a_slow_loop(n, jit):
     rng = np.random.default_rng(n)
     reward = rng.normal(size=(300, n)).astype(np.float32)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, make_agent, one_line, read_events, slow
+from helpers import COUNTER, SMALL_DQN, fast_at_ends, make_agent, one_line, read_events, slow
 
 import buffers
 import dqn_jax
@@ -117,7 +117,7 @@ def test_data_do_not_change_the_weights_of_the_replay():
     np.testing.assert_array_equal(seen[0], 1)  # all priorities are alike
 
 
-@pytest.mark.parametrize("num_envs", [None, 1, 3])
+@fast_at_ends("num_envs", [None, 1, 3])
 def test_a_vault_has_single_items_or_steps_of_environments(num_envs):
     agent = make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN)
     vault_with(agent, "data", num_envs)

@@ -29,6 +29,8 @@ from helpers import (
 
 from cleanreplay import load_policy
 
+pytestmark = pytest.mark.pages
+
 KEY = jax.random.PRNGKey(0)
 HOW = """
 {diff} does not apply to {script}.py, which was edited. Make it anew:

@@ -24,7 +24,7 @@ from by_hand import (
     train_without_gradients,
     windows_by_hand,
 )
-from helpers import read_events, slow
+from helpers import fast_at_ends, read_events
 
 import per_dqn_jax
 from per_dqn_jax import Args, Run, Step, train
@@ -99,7 +99,7 @@ def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, m
     np.testing.assert_allclose(new.params, [1.0, 2.0] - 0.1 * gradient_by_hand(errors))
 
 
-@pytest.mark.parametrize(
+@fast_at_ends(
     ("flags", "updates", "last"),
     [
         (dict(num_envs=5, train_frequency=10), range(4, 11), 10),
@@ -292,10 +292,11 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     np.testing.assert_array_equal(agent.policy(params, KEY)(observation, step=40_000), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env_id", "observations", "values"),
     [
-        slow("Probe-discount-v0", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
+        ("Probe-discount-v0", [[0.0], [1.0]], [[0.5, 0.5], [1.0, 1.0]]),
         ("Probe-both-v0", [[-1.0], [1.0]], [[1.0, -1.0], [-1.0, 1.0]]),
         ("Probe-truncation-v0", [[0.0]], [[2.0, 2.0]]),
     ],

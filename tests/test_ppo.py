@@ -15,7 +15,7 @@ import optax
 import pytest
 import scipy.special
 import scipy.stats
-from helpers import make_agent, read_events, slow
+from helpers import fast_at_ends, make_agent, read_events, slow
 from jax.flatten_util import ravel_pytree
 from optax.tree_utils import tree_get
 
@@ -155,7 +155,7 @@ def plain_gae(rollout, value, next_value, gamma, gae_lambda):
     return advantage
 
 
-@pytest.mark.parametrize("gae_lambda", [0.0, 0.9, 1.0])
+@fast_at_ends("gae_lambda", [0.9, 0.0, 1.0])
 def test_gae_is_what_a_plain_loop_gives(gae_lambda):
     rng = np.random.default_rng(0)
     rollout = random_rollout(rng, 40, 6)
@@ -362,7 +362,7 @@ def test_bounds_that_are_huge_do_not_overflow(low, high, middle, is_compiled):
     np.testing.assert_allclose(got[:, 0], wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@fast_at_ends("dtype", [np.float16, np.float32, np.float64])
 def test_actions_have_the_dtype_of_their_space(dtype):
     """In JAX, which has no float64, they are of float32 at most."""
     space = gym.spaces.Box(dtype([0.1, -INF, 0.3]), dtype([0.7, INF, INF]), dtype=dtype)
@@ -811,6 +811,7 @@ def asking(answer, kinds):
     return at
 
 
+@pytest.mark.slow
 def test_discrete_probes_are_learned():
     _, state, answer = learned("Probes-v0", 20_480)
     assert state.obs_rms is state.return_rms is None
@@ -829,6 +830,7 @@ def test_discrete_probes_are_learned():
     assert probabilities[1, 1] > 0.95
 
 
+@pytest.mark.slow
 def test_continuous_probes_are_learned():
     agent, state, answer = learned("BoxProbes-v0", 20_480, normalize_rewards="no")
     assert state.obs_rms is not None

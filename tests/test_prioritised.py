@@ -17,6 +17,7 @@ from helpers import (
     describe,
     encode,
     examples,
+    fast_at_ends,
     slow,
     start_at,
 )
@@ -246,7 +247,7 @@ def test_an_item_given_twice_gets_one_of_its_priorities():
         assert_inner_nodes_are_sums(state, 0)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0])
+@fast_at_ends("bad", [np.nan, np.inf, -np.inf, -1.0])
 def test_bad_priorities_are_ignored_inside_jit(bad):
     replay, state = filled(np.ones(1_000, np.float32))
     indices = np.array([7, 3, 8])
@@ -340,10 +341,10 @@ TREE_SHAPES = [
     slow(Windows(7, length=7)),
     slow(Windows(8, length=3, period=2)),
     slow(Windows(8, length=4, period=4)),
-    Windows(6, length=5, period=3),  # at times full with nothing to draw
+    slow(Windows(6, length=5, period=3)),  # at times full with nothing to draw
     slow(Windows(5, envs=3)),
     slow(Windows(6, envs=3, length=2)),
-    Windows(6, envs=3, length=3, period=2),
+    slow(Windows(6, envs=3, length=3, period=2)),
     slow(Windows(6, envs=2, length=1, period=3)),
     Windows(40, envs=4, length=2, period=2),  # more than one level
 ]
@@ -430,7 +431,7 @@ def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
 # ------------------------------------------------------------------------- exponents, large, small
 
 
-@pytest.mark.parametrize("exponent", [0, slow(1), 2, slow(0.0), 0.4])
+@pytest.mark.parametrize("exponent", [0, slow(1), slow(2), slow(0.0), 0.4])
 def test_the_exponent_turns_priorities_into_weights(exponent):
     draws = 2**14
     priorities = np.float32([0, 1, 2, 3, 0.5, 0])
@@ -448,7 +449,7 @@ def test_the_exponent_turns_priorities_into_weights(exponent):
     assert state.tree[0][0] == np.float32(3.0) ** np.float32(exponent)
 
 
-@pytest.mark.parametrize("exponent", [0.0, slow(0.4), 1.0, 2.0])
+@pytest.mark.parametrize("exponent", [0.0, slow(0.4), slow(1.0), 2.0])
 def test_priorities_that_are_read_may_be_set_again(exponent):
     """They are those that were set; with exponent 0 they are 1, as all items are alike."""
     priorities = np.float32([0, 1e-6, 3, 0.5, 7e4])
@@ -512,7 +513,7 @@ def test_importance_weights_are_0_where_probabilities_are():
     assert buffers.importance_weights(jnp.zeros(2), 0.5).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@fast_at_ends("beta", [0.0, 0.4, 1.0])
 def test_importance_weights_undo_the_priorities(beta):
     priorities = spread(1_000)
     replay, state = filled(priorities, 0.6)

@@ -390,16 +390,19 @@ def mean_return(policy):
     return total / 60
 
 
+@pytest.mark.slow
 def test_it_learns_to_remember_and_a_loaded_policy_does(trained):
     assert mean_return(load_policy(trained)) == 1
 
 
+@pytest.mark.slow
 def test_a_loaded_policy_forgets_where_an_episode_begins(trained):
     """Told so at every step, it cannot know the first observation: it is right half of the time."""
     policy = load_policy(trained)
     assert abs(mean_return(lambda observation, _: policy(observation, [True]))) < 0.3
 
 
+@pytest.mark.slow
 def test_a_loaded_policy_forgets_all_if_the_number_of_environments_changes(trained):
     policy = load_policy(trained)
     new = load_policy(trained)

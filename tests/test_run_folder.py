@@ -11,7 +11,7 @@ from threading import Timer
 import environments
 import gymnasium as gym
 import pytest
-from helpers import COUNTER, SMALL_DQN, SMALL_PPO, slow
+from helpers import COUNTER, SMALL_DQN, SMALL_PPO
 
 import dqn_jax
 import ppo_jax
@@ -41,10 +41,11 @@ def kill_in_rollout(script, number, which, monkeypatch):
 
 
 # DQN collects while a thread learns, PPO in turn. Rollouts have 10 and 16 steps.
-@pytest.mark.parametrize("which", [0, slow(1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(
     ("script", "flags", "step"),
-    [(dqn_jax, SMALL_DQN, 100), slow(ppo_jax, SMALL_PPO, 32)],
+    [(dqn_jax, SMALL_DQN, 100), (ppo_jax, SMALL_PPO, 32)],
     ids=["dqn", "ppo"],
 )
 def test_a_killed_process_is_named_and_what_was_learned_is_saved(

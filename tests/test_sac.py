@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_hand import keys_of_gradient_step, moves_of_target
-from helpers import make_agent, read_events, slow
+from helpers import fast_at_ends, make_agent, read_events, slow
 from scipy.stats import binom, kstest, norm
 
 import sac_jax
@@ -280,7 +280,7 @@ def test_actions_reach_the_bounds_and_never_leave_them(dtype):
         assert space.contains(agent.to_env_action(action))
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@fast_at_ends("dtype", [np.float16, np.float32, np.float64])
 def test_actions_have_the_dtype_of_their_space(dtype):
     """In JAX, which has no float64, they are of float32 at most."""
     space = gym.spaces.Box(dtype([0.1, -0.3, -6e4]), dtype([0.7, 0.3, 6e4]), dtype=dtype)
@@ -503,6 +503,7 @@ def entropy_of(agent, state):
 ACTIONS = [-0.9, -0.3, 0.0, 0.8]
 
 
+@pytest.mark.slow
 def test_it_learns_the_best_action_and_the_values_of_all(simple_networks):
     """Actions from 1 to 5 are -1 to 1 to the networks: the best one, 2, is -0.5."""
     agent, state = learned("target", total_timesteps=6_000)
@@ -519,8 +520,9 @@ ENDS = ("ends", [1.75, 1.5, 1.0])
 GOES = ("goes", [2.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "values", "n_step"), [slow(*ENDS, 1), (*ENDS, 3), (*GOES, 1), slow(*GOES, 3)]
+    ("kind", "values", "n_step"), [(*ENDS, 1), (*ENDS, 3), (*GOES, 1), (*GOES, 3)]
 )
 def test_values_are_right_at_both_kinds_of_end(kind, values, n_step, simple_networks):
     """Without entropy: a time limit is bootstrapped over, an end is not."""
@@ -530,6 +532,7 @@ def test_values_are_right_at_both_kinds_of_end(kind, values, n_step, simple_netw
     np.testing.assert_allclose(q_of(agent, state, ACTIONS, len(values)), expected, atol=0.01)
 
 
+@pytest.mark.slow
 def test_the_value_has_the_entropy_of_later_steps(simple_networks):
     """Q = 1 + gamma (Q + alpha H) is constant, 2 + alpha H if gamma is 0.5."""
     agent, state = learned("goes", autotune=False, alpha=0.5)
@@ -721,7 +724,7 @@ SMALL = dict(learning_starts=64, batch_size=16, buffer_size=400, num_envs=2, tra
 def test_a_run_on_pendulum_has_the_charts_of_cleanrl(run_main):
     """With all that changes the shape of a rollout; its actions are those of the network."""
     flags = dict(frame_stack=2, n_step=2, clip_rewards=True)
-    args = Args(total_timesteps=480, **SMALL, **flags)
+    args = Args(total_timesteps=480, hidden_sizes=(16, 16), **SMALL, **flags)
     state, returns, folder = train(args, Run(log_interval=40, eval_episodes=1))
     assert state.replay.storage.observation.shape == (200, 2, 3)
     assert np.abs(state.replay.storage.action).max() <= 1

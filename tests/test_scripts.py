@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, edited, read_events, slow
+from helpers import ROOT, edited, fast_at_ends, read_events, slow
 
 import dqn_jax
 import per_dqn_jax
@@ -25,7 +26,6 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import compiled
 
 SCRIPTS = {
     "dqn_jax": dqn_jax,
@@ -79,14 +79,7 @@ def test_below_the_mark_the_scripts_are_the_same_text():
     assert len({below for _, below in parts}) == 1
 
 
-def test_the_sketch_of_compiled_training_names_methods_that_are_there():
-    methods = re.findall(r"# .*?(\w+)\.(\w+)$", compiled.__doc__, re.MULTILINE)
-    assert len(methods) == 4
-    for owner, method in methods:
-        assert inspect.isfunction(getattr(getattr(compiled, owner), method))
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
+@fast_at_ends("name", SCRIPTS)
 def test_help_has_two_groups_and_a_line_for_every_flag(name, run_main):
     code, out, _ = run_main(SCRIPTS[name], "--help")
     assert code == 0
@@ -154,7 +147,8 @@ def assert_charts_are_complete(scalars, name, points):
     assert [step for step, _ in scalars["charts/SPS"]] == points
 
 
-@pytest.mark.parametrize("name", ["dqn_jax", *map(slow, list(SCRIPTS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_copied_with_buffers_alone_it_trains_and_logs(name, tmp_path):
     for file in (f"{name}.py", "buffers.py"):
         shutil.copy(ROOT / file, tmp_path)
@@ -170,15 +164,16 @@ def test_copied_with_buffers_alone_it_trains_and_logs(name, tmp_path):
     assert_charts_are_complete(scalars, name, points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
         ("--resume runs/x", "resume"),
-        slow("--num-seeds 2", "num_seeds"),
-        slow("--sweep gamma=0.9,1", "sweep"),
-        slow("--capture-video", "capture_video"),
-        slow("--frame-stack 2", "frame_stack"),
-        slow("--env-id environments:ProbeImage-v0", "images"),
+        ("--num-seeds 2", "num_seeds"),
+        ("--sweep gamma=0.9,1", "sweep"),
+        ("--capture-video", "capture_video"),
+        ("--frame-stack 2", "frame_stack"),
+        ("--env-id environments:ProbeImage-v0", "images"),
     ],
 )
 def test_what_takes_the_package_is_refused_without_it(flags, what, tmp_path):
@@ -191,12 +186,15 @@ def test_what_takes_the_package_is_refused_without_it(flags, what, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+NOT_IN_A_CLONE = shutil.ignore_patterns(".*", "runs", "*.egg-info", "build")
+
+
 @pytest.mark.slow
 def test_pip_installs_all_that_a_copied_script_needs(tmp_path):
     """In another folder it saves and resumes, and load_policy finds the script."""
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    source = shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "runs"))
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=NOT_IN_A_CLONE)
     subprocess.run([*pip, "--target", site, source], check=True)
     assert {x.name for x in site.iterdir() if "-" not in x.name and x.name != "__pycache__"} == {
         "buffers.py",
@@ -216,6 +214,51 @@ def test_pip_installs_all_that_a_copied_script_needs(tmp_path):
     where, shape = run([sys.executable, "-c", code]).stdout.split("\n", 1)
     assert where.startswith(str(site))
     assert shape.strip() == "(5,)"
+
+
+def copy_beside_a_clone(folder):
+    """Copies a script as `mine.py` into a folder that has a clone named `cleanreplay`."""
+    folder.mkdir()
+    shutil.copytree(ROOT, folder / "cleanreplay", ignore=NOT_IN_A_CLONE)
+    shutil.copy(ROOT / "dqn_jax.py", folder / "mine.py")
+
+
+@pytest.mark.slow
+def test_beside_a_clone_named_cleanreplay_an_editable_install_is_found(tmp_path):
+    """Python takes the clone for a part of a package without `__init__.py`, and looks further."""
+    copy_beside_a_clone(tmp_path / "work")
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=NOT_IN_A_CLONE)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    env = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    run = partial(subprocess.run, cwd=tmp_path / "work", env=env, check=True)
+    run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "-e", source])
+    flags = f"--total-timesteps 1000 --eval-episodes 0 {SMALL['dqn_jax']}"
+    run([python, "mine.py", *flags.split()])
+    (folder,) = (tmp_path / "work" / "runs").iterdir()
+    assert [x.name for x in (folder / "checkpoints").iterdir()] == ["1000"]
+
+
+# Runs a script where cleanreplay is not installed.
+NOT_INSTALLED = """
+import os, runpy, sys
+sys.path = [x for x in sys.path if not os.path.exists(os.path.join(x, "cleanreplay/__init__.py"))]
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_clone_named_cleanreplay_is_not_taken_for_the_package(tmp_path):
+    copy_beside_a_clone(tmp_path / "work")
+    shutil.copy(ROOT / "buffers.py", tmp_path / "work")
+    flags = f"--total-timesteps 1000 {SMALL['dqn_jax']}"
+    command = [sys.executable, "-c", NOT_INSTALLED, "mine.py", *flags.split()]
+    done = subprocess.run(
+        command, cwd=tmp_path / "work", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("nothing is saved or evaluated")
+    assert (tmp_path / "work" / "runs").exists()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -93,6 +93,7 @@ def newest_checkpoint(folder):
     return max(int(path.name) for path in (run / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ENVIRONMENTS, ids=["ordinary", "compiled"])
 def test_ctrl_c_saves_where_nobody_reads_the_output(flags, tmp_path):
     """As `2>&1 | tee log`, which Ctrl-C ends first."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, slow
+from helpers import ROOT, fast_at_ends
 
 import buffers
 from cleanreplay.vault import Vault
@@ -208,7 +208,7 @@ def reward_and_flag(reward):
     return {"reward": reward, "is_step": np.ones(reward.shape, bool)}
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@fast_at_ends("count", [1, 2, 3])
 def test_a_resume_changes_flags_of_the_last_rows_and_it_is_the_same_run(tmp_path, count):
     item = {"reward": 0.0, "is_step": True}
     replay = buffers.uniform_replay(20, num_envs=2)
@@ -274,7 +274,7 @@ def test_the_count_of_rows_is_followed_past_its_modulus(tmp_path):
         np.testing.assert_array_equal(got[name], x)
 
 
-@pytest.mark.parametrize(
+@fast_at_ends(
     "dtype", ["bool", "uint8", "int8", "int32", "uint32", "float16", "bfloat16", "float32"]
 )
 def test_dtypes_come_back_as_they_are(tmp_path, dtype):
@@ -344,7 +344,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("num_envs", [None, 1, 3])
+@fast_at_ends("num_envs", [None, 1, 3])
 def test_a_vault_opened_without_an_item_reads_a_dict_of_arrays(tmp_path, num_envs):
     replay = buffers.uniform_replay(30, num_envs=num_envs)
     vault = Vault(tmp_path, NESTED, num_envs)
@@ -705,11 +705,11 @@ def write_until_killed(path, random):
         return max([known, *map(int, run.stdout.read().split())])
 
 
-@pytest.mark.parametrize("kills", [2, slow(25)])
-def test_a_vault_killed_at_any_moment_has_every_row_written(kills, tmp_path):
-    random = np.random.default_rng(kills)
+@pytest.mark.slow
+def test_a_vault_killed_at_any_moment_has_every_row_written(tmp_path):
+    random = np.random.default_rng(25)
     path = tmp_path / "vault"
-    for _ in range(kills):
+    for _ in range(10):
         known = write_until_killed(path, random)
         vault = Vault(path, ITEM, num_envs=2)
         assert known <= len(vault) <= known + 7
