@@ -1,9 +1,11 @@
 """What a script can do with this package and not without it. A module is imported at its first use.
 
     experiment    a run that is saved, resumed, evaluated and recorded
-    keeper        the folder of a run: its flags, its lock, what is saved, how it ends
-    checkpoints   saves and restores the state of training, and loads trained agents
-    agent_file    an agent in one file, which can be read without this package
+    run_folder    owns the folder of a run: its lock, flags, what is saved, its end
+    checkpoints   saves and restores the state of training
+    agent_file    saves the best agent in one file, which can be read without this package
+    policies      loads trained agents
+    disk          stores arrays by their names
     watch         shows a trained agent, as a program
     usage         errors in flags, and the flags of a run that is resumed
     tracking      flags in TensorBoard, Weights & Biases, where a run comes from
@@ -15,7 +17,6 @@
     draws         batches with other goals (goals) and with data that were there before (offline)
     success       which episodes succeeded, in environments that say it
     spaces        the spaces that an agent is made for
-    trees         names, shapes and checksums of the arrays of a pytree
     memory_tasks  two environments that take memory
     bit_flipping  an environment with goals
 

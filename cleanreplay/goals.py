@@ -32,10 +32,9 @@ NEEDED = (
 def of_goals(function: Any, shape: tuple) -> Callable:
     """Makes `function(achieved, desired, info)` take goals [..., *shape] inside jit.
 
-    If JAX can trace it, it is part of the program. Otherwise it runs in a `pure_callback`, in one
-    thread at a time. A function that does not broadcast over goals is mapped over them.
+    If JAX can trace it, it is part of the program. Otherwise it runs in a `pure_callback`. A
+    function that does not broadcast over goals is mapped over them.
     """
-    lock = threading.Lock()
     distances = np.reshape([0, *10.0 ** np.arange(-4, 7)], (-1, *[1] * len(shape)))
     desired: Any = (distances + np.zeros(shape)).astype(np.float32)
     achieved: Any = np.zeros_like(desired)
@@ -54,11 +53,10 @@ def of_goals(function: Any, shape: tuple) -> Callable:
         lead = achieved.shape[: achieved.ndim - len(shape)]
         achieved, desired = (np.asarray(x).reshape(-1, *shape) for x in (achieved, desired))
         result: Any
-        with lock:
-            if takes_many:
-                result = np.broadcast_to(of_rows(achieved, desired), len(achieved))
-            else:
-                result = [of_rows(*pair) for pair in zip(achieved, desired, strict=True)]
+        if takes_many:
+            result = np.broadcast_to(of_rows(achieved, desired), len(achieved))
+        else:
+            result = [of_rows(*pair) for pair in zip(achieved, desired, strict=True)]
         return np.asarray(result, np.float32).reshape(lead)
 
     def call(achieved: Array, desired: Array) -> Array:
@@ -104,10 +102,20 @@ def first_of(envs: gym.vector.VectorEnv) -> Any:
 
 
 def method_of(task: Any, name: str) -> Callable | None:
-    """The method of this name of an environment, or of what it wraps; None if there is none."""
+    """Returns the method of this name of an environment, or of what it wraps, None without one."""
     if not isinstance(task, gym.Env):
         return getattr(task, name, None)
     return task.get_wrapper_attr(name) if task.has_wrapper_attr(name) else None
+
+
+def one_at_a_time(function: Callable, lock: threading.Lock) -> Callable:
+    """Makes a function wait while another thread holds the lock."""
+
+    def call(*args: Any) -> Any:
+        with lock:
+            return function(*args)
+
+    return call
 
 
 def hindsight(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> tuple:
@@ -130,9 +138,11 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> tup
         slice(end_of[name] - size, end_of[name]) for name in ("achieved_goal", "desired_goal")
     )
     try:
-        rewards = of_goals(method_of(task, "compute_reward"), shape)
+        lock = threading.Lock()
+        compute_reward: Any = method_of(task, "compute_reward")
+        rewards = of_goals(one_at_a_time(compute_reward, lock), shape)
         compute_terminated = method_of(task, "compute_terminated")
-        ends = of_goals(compute_terminated, shape) if compute_terminated else None
+        ends = compute_terminated and of_goals(one_at_a_time(compute_terminated, lock), shape)
     except Exception as error:
         close()
         text = f"compute_reward of {task} fails with two goals and an empty info"

@@ -291,12 +291,23 @@ def test_uv_installs_all_that_a_copied_script_needs(tmp_path):
     assert [step for step, _ in scalars["losses/policy_loss"]][-1] >= 1900
 
 
-def test_the_package_imports_no_script_and_orbax_only_when_it_is_used():
+def test_the_package_imports_no_script():
     modules = sorted(file.stem for file in (ROOT / "cleanreplay").glob("[a-z]*.py"))
-    code = "import cleanreplay, sys; assert 'orbax' not in sys.modules\n"
-    code += f"for name in {modules}: __import__(f'cleanreplay.{{name}}')\n"
+    code = f"import sys\nfor name in {modules}: __import__(f'cleanreplay.{{name}}')\n"
     code += f"assert not {set(SCRIPTS)} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_checkpoint_imports_neither_orbax_nor_tensorstore(tmp_path):
+    code = "import dqn_jax, sys\n"
+    code += "run = dqn_jax.Run(eval_episodes=1)\n"
+    code += "args = dqn_jax.Args(total_timesteps=200, learning_starts=50, buffer_size=100)\n"
+    code += "_, _, folder = dqn_jax.train(args, run)\n"
+    code += "assert (folder / 'checkpoints' / '200').is_dir()\n"
+    code += "assert not {'orbax', 'tensorstore'} & set(sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
 
 
 SHORT = "--total-timesteps 200 --learning-starts 50 --batch-size 8 --env-id"
