@@ -331,7 +331,7 @@ def test_the_best_agent_stays_at_a_resume_though_it_comes_after_the_checkpoint()
     agent, always = agents_of(run)
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     folder = folder_of(run)
-    save(folder, 100, state._replace(params=always[0]))
+    save(folder, 100, state._replace(params=jax.tree.map(jnp.asarray, always[0])))
     save_if_better(folder, 150, always[1], 9.0)
     step, _, _ = checkpoints.Checkpoints(folder).restore(state)
     assert step == 100
@@ -348,7 +348,7 @@ def test_an_agent_of_the_checkpoint_or_before_stays_at_a_resume():
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     folder = folder_of(run)
     save_if_better(folder, 100, always[1], 3.0)
-    save(folder, 100, state._replace(params=always[0]))
+    save(folder, 100, state._replace(params=jax.tree.map(jnp.asarray, always[0])))
     checkpoints.Checkpoints(folder).restore(state)
     assert action_of(folder) == 1
     save_if_better(folder, 200, always[2], 2.0)
