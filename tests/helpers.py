@@ -26,13 +26,15 @@ from cleanreplay import compiled, policies, spaces
 
 # ---------------------------------------------------------------------------------------- all tests
 
-slow = partial(pytest.param, marks=pytest.mark.slow)  # a test's parameters, see pyproject.toml
+# Cases of a parameter, see the markers in pyproject.toml.
+slow = partial(pytest.param, marks=pytest.mark.slow)
+more = partial(pytest.param, marks=pytest.mark.more)
 
 
 def fast_at_ends(names, cases, **options):
-    """`pytest.mark.parametrize` in which the cases between the first and the last are slow."""
+    """`pytest.mark.parametrize` in which the cases between the first and the last are `more`."""
     first, *between, last = cases
-    marked = [slow(case) if isinstance(names, str) else slow(*case) for case in between]
+    marked = [more(case) if isinstance(names, str) else more(*case) for case in between]
     return pytest.mark.parametrize(names, [first, *marked, last], **options)
 
 

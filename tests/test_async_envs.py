@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
-from helpers import ROOT, find_jax_env, read_events, slow
+from helpers import ROOT, find_jax_env, more, read_events
 
 import dqn_jax
 import ppo_jax
@@ -87,11 +87,11 @@ def test_each_environment_has_a_process_where_they_are_async():
 @pytest.mark.parametrize(
     ("module", "flags", "env_id", "vectorization"),
     [
-        slow(dqn_jax, SMALL_DQN, "environments:Counter-v0", "async"),
-        slow(ppo_jax, SMALL_PPO, "environments:Counter-v0", "async"),
+        more(dqn_jax, SMALL_DQN, "environments:Counter-v0", "async"),
+        more(ppo_jax, SMALL_PPO, "environments:Counter-v0", "async"),
         # Two of them are stepped without copies of their observations, but not with the flag.
         (dqn_jax, SMALL_DQN, "CartPole-v1", "sync"),
-        slow(ppo_jax, SMALL_PPO, "CartPole-v1", "sync"),
+        more(ppo_jax, SMALL_PPO, "CartPole-v1", "sync"),
     ],
 )
 def test_training_is_the_same_bit_for_bit_however_environments_are_stepped(

@@ -25,9 +25,9 @@ from helpers import (
     examples,
     fast_at_ends,
     kept,
+    more,
     shift,
     shift_by,
-    slow,
     start_at,
 )
 from hypothesis import given
@@ -37,8 +37,8 @@ import buffers
 
 
 def general_first(general, *special):
-    """The general `Windows`, of both replays; its special cases, too, but only as slow tests."""
-    return [general, general.prioritised(), *map(slow, both(*special))]
+    """The general `Windows`, of both replays; its special cases, too, but only as `more`."""
+    return [general, general.prioritised(), *map(more, both(*special))]
 
 
 # ------------------------------------------------------------------ operations against plain Python
@@ -111,8 +111,8 @@ replay_operations = st.lists(
     "shape",
     [
         Windows(5),
-        slow(Windows(5).prioritised()),
-        slow(Windows(5, envs=3)),
+        more(Windows(5).prioritised()),
+        more(Windows(5, envs=3)),
         Windows(5, envs=3).prioritised(),
     ],
     ids=describe,
@@ -177,8 +177,8 @@ SPECIAL_SEQUENCES = [
 @pytest.mark.parametrize("before_wrap", [None, 12])
 @pytest.mark.parametrize(
     "shape",
-    [SEQUENCES[0], *map(slow, SEQUENCES[1:-1]), SEQUENCES[-1], *map(slow, SPECIAL_SEQUENCES)]
-    + [slow(shape.prioritised()) for shape in SEQUENCES + SPECIAL_SEQUENCES],
+    [SEQUENCES[0], *map(more, SEQUENCES[1:-1]), SEQUENCES[-1], *map(more, SPECIAL_SEQUENCES)]
+    + [more(shape.prioritised()) for shape in SEQUENCES + SPECIAL_SEQUENCES],
     ids=describe,
 )
 @examples(50)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_equal, encode, shift, shift_by, slow
+from helpers import assert_trees_equal, encode, more, shift, shift_by
 from jax.sharding import PartitionSpec
 
 import buffers
@@ -39,7 +39,7 @@ ENVS = {kind: (3,) if kind.endswith(("sequences", "streams")) else () for kind i
 # Items are sequences of one. What prioritised sequences do is done by sequences and by the
 # clustered streams, which are prioritised.
 SPECIAL = ("items", "prioritised", "prioritised sequences", "clustered")
-KINDS = [slow(kind) if kind in SPECIAL else kind for kind in BUFFERS]
+KINDS = [more(kind) if kind in SPECIAL else kind for kind in BUFFERS]
 REPLICAS = 4
 STEPS = 3
 DEVICES = 2
@@ -179,7 +179,7 @@ def is_special(kind, transformation):
 @pytest.mark.parametrize(
     ("kind", "transformation"),
     [
-        slow(k, t) if is_special(k, t) else (k, t)
+        more(k, t) if is_special(k, t) else (k, t)
         for k in BUFFERS
         for t in TRANSFORMATIONS
         if t != "pmap" or k in PMAPPED
@@ -371,11 +371,11 @@ def is_part_of_another(kind, name):
     return kind == "items" or name in parts
 
 
-@pytest.mark.parametrize("looped", [slow(False), True], ids=["called", "in a scan"])
+@pytest.mark.parametrize("looped", [more(False), True], ids=["called", "in a scan"])
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        slow(kind, name) if is_part_of_another(kind, name) else (kind, name)
+        more(kind, name) if is_part_of_another(kind, name) else (kind, name)
         for kind in LARGE
         if kind != "streams"  # which are sequences of one
         for name in names_of_writes(kind)
@@ -411,7 +411,7 @@ def operations_that_write(shape, compiled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "agents", [slow(0), 1, 3], ids=["one", "a stack of one", "a stack of three"]
+    "agents", [more(0), 1, 3], ids=["one", "a stack of one", "a stack of three"]
 )
 def test_the_loop_of_a_script_does_not_touch_the_whole_tree(agents):
     """A row is added, then there are draws whose priorities are set, of several agents at once."""
@@ -525,7 +525,7 @@ def test_without_donation_the_old_state_stays(factory):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", ["circular", slow("items"), "streams", "prioritised"])
+@pytest.mark.parametrize("kind", ["circular", more("items"), "streams", "prioritised"])
 def test_rows_are_written_without_a_copy_of_them(kind, masked):
     buffer = LARGE[kind](CAPACITY)
     state = jax.eval_shape(buffer.init, {"image": np.zeros((32, 32, 3), np.float32)})
@@ -544,8 +544,8 @@ def test_rows_are_written_without_a_copy_of_them(kind, masked):
     ("dtype", "item"),
     [
         (np.float32, ()),
-        slow(np.float32, (3,)),
-        slow(np.uint8, ()),
+        more(np.float32, (3,)),
+        more(np.uint8, ()),
         (np.uint8, (2, 2)),
         (np.bool_, ()),
     ],
@@ -582,7 +582,7 @@ def threads(function, *args):
     return [line for line in text.splitlines() if several.search(line)]
 
 
-@pytest.mark.parametrize("kind", [slow("items"), slow("streams"), "sequences", "prioritised"])
+@pytest.mark.parametrize("kind", [more("items"), more("streams"), "sequences", "prioritised"])
 def test_a_draw_from_large_storage_takes_one_thread(kind):
     """To wake a second thread takes longer than a draw; XLA goes by what could be drawn."""
     if not threads(lambda x, i: x[i], jnp.zeros(CAPACITY), jnp.zeros(8, int)):

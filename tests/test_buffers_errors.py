@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_equal, decode, encode, shift, slow
+from helpers import assert_trees_equal, decode, encode, more, shift
 from jax.experimental import checkify
 
 import buffers
@@ -350,12 +350,12 @@ STACKED = {
     ("kind", "stack"),
     [
         ("circular", "vmap"),
-        slow("items", "vmap"),  # which are streams of one environment
+        more("items", "vmap"),  # which are streams of one environment
         ("streams", "vmap"),
         ("prioritised", "vmap"),
         ("clustered", "vmap"),
         ("circular", "pmap"),
-        *[slow(kind, "pmap") for kind in STACKED if kind != "circular"],
+        *[more(kind, "pmap") for kind in STACKED if kind != "circular"],
     ],
 )
 def test_states_that_are_stacked_are_told_to_use_vmap(kind, stack):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_equal, decode, encode, fast_at_ends, shift, slow
+from helpers import assert_trees_equal, decode, encode, fast_at_ends, more, shift
 
 import buffers
 
@@ -215,7 +215,7 @@ def assert_keys_equal(actual, expected):
 
 # Numbers would be gathered in another way if their storage were as large as that of 65,536 keys.
 @pytest.mark.parametrize("size", [100, 65_536])
-@pytest.mark.parametrize("factory", [buffers.uniform_replay, slow(buffers.prioritised_replay)])
+@pytest.mark.parametrize("factory", [buffers.uniform_replay, more(buffers.prioritised_replay)])
 def test_a_replay_buffer_stores_typed_keys(factory, size):
     replay = factory(size)
     state, keys = filled_with_keys(replay)
@@ -254,7 +254,7 @@ def explicit_mesh():
     return jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
 
 
-@pytest.mark.parametrize("kind", [slow("uniform"), "streams", "prioritised", "clustered"])
+@pytest.mark.parametrize("kind", [more("uniform"), "streams", "prioritised", "clustered"])
 def test_a_state_may_be_on_a_mesh_of_explicit_axes(kind):
     inner = buffers.uniform_replay(6)
     buffer = {

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_equal, fast_at_ends, slow
+from helpers import assert_trees_equal, fast_at_ends, more
 from scipy import stats
 
 import buffers
@@ -93,7 +93,14 @@ def test_one_program_repeats_any_number_of_times():
 
 @pytest.mark.parametrize(
     ("rows", "epochs", "num_minibatches"),
-    [(1, 3, 1), slow(2, 9, 2), slow(64, 5, 4), slow(65, 4, 5), slow(300, 1, 1), (70_000, 3, 7)],
+    [
+        (1, 3, 1),
+        more(2, 9, 2),
+        more(64, 5, 4),
+        more(65, 4, 5),
+        more(300, 1, 1),
+        (70_000, 3, 7),
+    ],
 )
 def test_minibatches_of_an_epoch_hold_every_row_once(rows, epochs, num_minibatches):
     minibatches = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)
@@ -105,7 +112,7 @@ def test_minibatches_of_an_epoch_hold_every_row_once(rows, epochs, num_minibatch
 
 @pytest.mark.parametrize(
     ("rows", "epochs", "num_minibatches"),
-    [slow(64, 5, 4), (65, 4, 5), slow(300, 1, 1), (70_000, 3, 7)],
+    [more(64, 5, 4), (65, 4, 5), more(300, 1, 1), (70_000, 3, 7)],
 )
 def test_every_epoch_and_every_key_has_an_order_of_its_own(rows, epochs, num_minibatches):
     minibatches = buffers.shuffled_minibatches(jax.random.key(0), rows, epochs, num_minibatches)

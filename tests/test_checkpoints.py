@@ -30,9 +30,9 @@ from helpers import (
     flip_a_bit,
     make_agent,
     make_trainer,
+    more,
     one_line,
     read_events,
-    slow,
     start_python,
 )
 
@@ -46,9 +46,9 @@ from dqn_jax import UsageError
 
 DQN_FLAGS = dict(learning_starts=100, batch_size=8, buffer_size=200, n_step=2)
 COMPILED = [
-    slow(dqn_jax, DQN_FLAGS),  # what PER resumes has all of it
+    more(dqn_jax, DQN_FLAGS),  # what PER resumes has all of it
     (per_dqn_jax, DQN_FLAGS),
-    slow(ppo_jax, dict(num_steps=16, num_minibatches=1, update_epochs=1)),
+    more(ppo_jax, dict(num_steps=16, num_minibatches=1, update_epochs=1)),
 ]
 # Flags with which a run takes a second or two.
 SMALL = "--learning-starts 50 --batch-size 8 --buffer-size 100 --log-interval 20".split()  # noqa: SIM905
@@ -83,7 +83,7 @@ def run_folder(parent):
 
 
 # With two devices, one agent spreads its environments over them; two agents have one each.
-@pytest.mark.parametrize(("num_seeds", "num_devices"), [(2, 1), slow(1, 2), slow(2, 2)])
+@pytest.mark.parametrize(("num_seeds", "num_devices"), [(2, 1), more(1, 2), more(2, 2)])
 @pytest.mark.parametrize(("module", "flags"), COMPILED, ids=["dqn", "per_dqn", "ppo"])
 def test_a_compiled_run_goes_on_bit_for_bit(module, flags, num_seeds, num_devices, stop_at):
     run = dict(env_id="environments:Chain-v0", num_seeds=num_seeds, num_devices=num_devices)
@@ -112,8 +112,8 @@ def test_a_compiled_run_goes_on_bit_for_bit(module, flags, num_seeds, num_device
     ("module", "flags"),
     [
         (dqn_jax, "--learning-starts 50 --batch-size 8"),
-        slow(ppo_jax, "--num-steps 16"),
-        slow(sac_jax, "--learning-starts 50 --batch-size 8 --env-id Pendulum-v1"),
+        more(ppo_jax, "--num-steps 16"),
+        more(sac_jax, "--learning-starts 50 --batch-size 8 --env-id Pendulum-v1"),
     ],
 )
 def test_a_resumed_run_has_the_layers_of_the_run(module, flags, run_main, tmp_path):
@@ -311,7 +311,7 @@ def last_line(out):
     return out.strip().splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_complete_run_is_evaluated_once_more_and_reports_the_same(run_main):
     pytest.importorskip("moviepy")
     pytest.importorskip("pygame")
@@ -789,7 +789,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_resume_holds_one_replay(tmp_path):
     """Of 320 MB. The peak of a resume is near that of the training."""
     peaks = []
@@ -825,7 +825,7 @@ def windows_around(agent, state, first_row, num_rows):
     return agent.to_transitions(agent.replay.get(state.replay, indices), None)
 
 
-@pytest.mark.parametrize("n_step", [slow(1), 3, slow(16)])
+@pytest.mark.parametrize("n_step", [more(1), 3, more(16)])
 def test_a_cut_is_a_truncation(n_step):
     """Windows up to it bootstrap from the last observation, none goes across, no stack is empty."""
     args = dqn_jax.Args(
@@ -867,7 +867,7 @@ def test_fewer_steps_than_were_made_change_nothing(run_main):
     assert (folder / "args.json").read_text() == before
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_complete_run_of_whole_iterations_is_resumed_with_the_steps_that_were_asked_for():
     """100 steps are two iterations of 64, so that 128 were made."""
     args = ppo_jax.Args(total_timesteps=100, num_steps=16, num_minibatches=1, update_epochs=1)

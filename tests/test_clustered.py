@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import as_mask, batches, decode, encode, examples, fast_at_ends, kept, shift, slow
+from helpers import as_mask, batches, decode, encode, examples, fast_at_ends, kept, more, shift
 from hypothesis import given
 from scipy import stats
 
@@ -41,7 +41,7 @@ def ids_of(kind, rows):
     return np.stack([2 * ids, 2 * ids + 1], axis=-1) if kind == "streams" else ids
 
 
-@pytest.mark.parametrize("kind", ["uniform", slow("prioritised"), "streams"])
+@pytest.mark.parametrize("kind", ["uniform", more("prioritised"), "streams"])
 @examples(40)
 @given(added=st.lists(batches(1, 4, 14), max_size=8))
 def test_each_cluster_holds_its_newest(kind, added):
@@ -80,11 +80,11 @@ def index_of_each(ids, drawn, indices):
     ("kind", "power"),
     [
         ("uniform", 0.0),  # clusters alike, but for those that are empty
-        slow("uniform", 0.5),
-        slow("uniform", 1.0),
-        slow("prioritised", 0.0),
+        more("uniform", 0.5),
+        more("uniform", 1.0),
+        more("prioritised", 0.0),
         ("prioritised", 0.5),
-        slow("prioritised", 1.0),
+        more("prioritised", 1.0),
     ],
 )
 def test_draws_have_the_exact_distribution(kind, power):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, slow
+from helpers import ROOT, more
 
 import buffers
 from cleanreplay.vault import Vault
@@ -318,7 +318,7 @@ def first_answers(theirs, ours, min_size, rows):
 @pytest.mark.parametrize(
     ("min_length", "steps"), [(4, 2), (7, 2), (8, 3), (15, 4), (16, 5), (17, 5)]
 )
-@pytest.mark.parametrize("kind", ["flat", slow("prioritised_flat")])
+@pytest.mark.parametrize("kind", ["flat", more("prioritised_flat")])
 def test_min_length_means_the_same_for_pairs_of_several_environments(kind, min_length, steps):
     make = getattr(fbx, f"make_{kind}_buffer")
     theirs = make(64, min_length, 2, add_batch_size=4)

@@ -21,7 +21,7 @@ import pytest
 from environments import Chain
 from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 from gymnasium.experimental.functional import FuncEnv
-from helpers import edited, find_jax_env, make_agent, make_trainer, one_line, read_events, slow
+from helpers import edited, find_jax_env, make_agent, make_trainer, more, one_line, read_events
 
 import dqn_jax
 import per_dqn_jax
@@ -48,7 +48,7 @@ DQN_FLAGS = dict(
 PPO_FLAGS = dict(num_envs=4, num_steps=32, gamma=GAMMA, learning_rate=3e-3, ent_coef=0.0)
 SCRIPTS = [(dqn_jax, DQN_FLAGS), (per_dqn_jax, DQN_FLAGS), (ppo_jax, PPO_FLAGS)]
 IDS = ["dqn", "per_dqn", "ppo"]
-GROUPS = [slow(0), slow(1), 2]
+GROUPS = [more(0), more(1), 2]
 
 
 # ------------------------------------------------------------------------------------ environments
@@ -247,12 +247,12 @@ def test_what_is_not_functional_as_registered_is_stepped_ordinarily(capsys):
     assert line.startswith(said)
     agent = make_agent(ppo_jax, args, run)
     assert agent.example_step.observation.shape == (6,)
-    for more in ("num_seeds", "num_devices"):
+    for count in ("num_seeds", "num_devices"):
         with pytest.raises(ppo_jax.UsageError, match=said):
-            ppo_jax.train(args, replace(run, **{more: 2}))
+            ppo_jax.train(args, replace(run, **{count: 2}))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_end_that_is_a_number_is_an_end():
     run = dqn_jax.Run(env_id="ChainOfNumbers-v0")
     args = dqn_jax.Args(num_envs=2, train_frequency=16)
@@ -569,7 +569,7 @@ def starts_of_parts(x, axis):
     return sorted(part.index[axis].start or 0 for part in x.addressable_shards)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_environments_of_one_agent_spread_over_devices(group):
     """They are in two parts, all the rest is on both devices; the agent is the same."""
     module, flags, training, scalars = group
@@ -583,7 +583,7 @@ def test_environments_of_one_agent_spread_over_devices(group):
         assert len(x.sharding.device_set) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("group", GROUPS[::2], ids=IDS[::2], indirect=True)
 def test_seeds_spread_over_devices(group):
     module, flags, training, scalars = group
@@ -608,7 +608,7 @@ def exchanged_arrays(program_text):
     return operations, largest
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("module", "flags"), SCRIPTS, ids=IDS)
 def test_devices_of_one_agent_exchange_no_more_than_a_rollout_or_a_batch(module, flags):
     """Nothing as large as the replay: in each gradient step the compiled program gathers less."""
@@ -724,8 +724,8 @@ def test_a_complete_run_that_is_resumed_has_the_same_returns_and_is_evaluated_ag
         assert [step for step, _ in scalars["charts/SPS"]] == [32, 64]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "flags"), [SCRIPTS[0], slow(*SCRIPTS[2])], ids=IDS[::2])
+@pytest.mark.more
+@pytest.mark.parametrize(("module", "flags"), [SCRIPTS[0], more(*SCRIPTS[2])], ids=IDS[::2])
 def test_several_log_entries_of_one_call_are_those_of_a_call_for_each(module, flags, monkeypatch):
     """Each entry has its own step and values. No call is long, so that the next covers twice."""
     args = module.Args(**flags | {"total_timesteps": 4_000})
@@ -871,7 +871,7 @@ def train_two_lengths(seed, num_seeds):
     return returns.tolist(), kept, lengths
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_returns_of_agents_with_short_and_long_episodes_are_those_of_each_alone():
     """In what `train` returns, and in what the checkpoint keeps."""
     together, kept, lengths = train_two_lengths(seed=TWO_LENGTHS, num_seeds=2)
@@ -917,8 +917,8 @@ gym.register("NotFiniteInJax-v0", make_not_finite, disable_env_checker=True)
     ("module", "what"),
     [
         (dqn_jax, "reward"),
-        slow(dqn_jax, "observation"),
-        slow(ppo_jax, "reward"),
+        more(dqn_jax, "observation"),
+        more(ppo_jax, "reward"),
         (ppo_jax, "observation"),
     ],
 )

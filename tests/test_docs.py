@@ -27,6 +27,7 @@ from helpers import (
     ROOT,
     diff_of,
     make_trainer,
+    more,
     other_algorithm,
     read_events,
     slow,
@@ -269,7 +270,7 @@ def make_agent(script, args, run):
         return script.Agent(args, envs.single_observation_space, envs.single_action_space)
 
 
-@pytest.mark.parametrize(("block", "frame_stack"), [slow(0, 1), (1, 4)], ids=["single", "stacked"])
+@pytest.mark.parametrize(("block", "frame_stack"), [more(0, 1), (1, 4)], ids=["single", "stacked"])
 def test_a_trained_agent_plays_an_episode(block, frame_stack):
     """It takes the actions of the highest value, of the last frames as they are stacked here."""
     args = dqn_jax.Args(
@@ -423,7 +424,7 @@ def test_how_to_log_a_histogram(tmp_path, monkeypatch):
     assert last[-1, 1] <= state.replay.max_priority
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", slow("phys2d/CartPole-v1")])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", more("phys2d/CartPole-v1")])
 def test_how_to_log_an_image(env_id, tmp_path, monkeypatch):
     """The same code in ordinary and in compiled runs."""
     my_dqn = patched("log an image, or run other code of my own", tmp_path, monkeypatch)

@@ -30,7 +30,7 @@ from by_hand import (
     train_without_gradients,
     windows_by_hand,
 )
-from helpers import fast_at_ends, read_events, slow
+from helpers import fast_at_ends, more, read_events
 from optax.tree_utils import tree_get
 from scipy.stats import chisquare
 
@@ -366,7 +366,7 @@ def test_metrics_are_infinite_without_a_gradient_step_and_finite_with_one():
     assert (before["charts/gradient_steps"], after["charts/gradient_steps"]) == (0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_what_is_drawn_in_to_transitions_does_not_depend_on_the_batch():
     """Its key is another one than that of the draw from the replay."""
     agent = linear(dqn_jax, Args(batch_size=8, buffer_size=40))
@@ -399,7 +399,7 @@ def cut_by_hand(rows):
     return [*earlier, cut_off, lost]
 
 
-@pytest.fixture(scope="module", params=[slow(1), 3])
+@pytest.fixture(scope="module", params=[more(1), 3])
 def restart(request):
     """A replay of 12 rows of 6 environments, of which it holds 10, before and after a restart.
 

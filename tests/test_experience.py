@@ -9,7 +9,7 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, make_agent, slow
+from helpers import COUNTER, SMALL_DQN, make_agent, more
 
 import dqn_jax
 import per_dqn_jax
@@ -45,7 +45,7 @@ def assert_no_step_of_counter_is_missing(steps):
     np.testing.assert_array_equal(steps.reward[steps.valid], before[steps.valid] + 1)
 
 
-@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
+@pytest.mark.parametrize("module", [dqn_jax, more(per_dqn_jax)])
 def test_all_steps_are_kept_beyond_the_ring(module):
     args = module.Args(total_timesteps=400, buffer_size=100, **FLAGS)
     state, _, folder = module.train(args, module.Run(**COUNTER))
@@ -57,7 +57,7 @@ def test_all_steps_are_kept_beyond_the_ring(module):
     assert_no_step_of_counter_is_missing(vault.read(0, 200))
 
 
-@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
+@pytest.mark.parametrize("module", [dqn_jax, more(per_dqn_jax)])
 def test_the_vault_says_what_its_experience_is_of(module):
     args = module.Args(**FLAGS)
     run = module.Run(env_kwargs='{"sutton_barto_reward": true}', seed=3)
@@ -73,7 +73,7 @@ def test_the_vault_says_what_its_experience_is_of(module):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
     flags = FLAGS | dict(buffer_size=400)
     run = COUNTER | dict(checkpoint_interval=100)
@@ -100,7 +100,7 @@ def test_a_resumed_run_keeps_what_it_learns_from(tmp_path):
     assert first.valid.all()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_it_goes_on_after_a_resume_with_many_steps():
     """At n_step of 16 the vault said that the rows were of another run."""
     flags = FLAGS | dict(num_envs=1, buffer_size=100, n_step=20)
@@ -115,7 +115,7 @@ def test_it_goes_on_after_a_resume_with_many_steps():
     assert steps.truncated[198] | steps.terminated[198] | ~steps.valid[198]
 
 
-@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax)])
+@pytest.mark.parametrize("module", [dqn_jax, more(per_dqn_jax)])
 def test_all_steps_of_a_compiled_agent_are_kept(module):
     args = module.Args(total_timesteps=400, buffer_size=200, **FLAGS)
     run = module.Run(env_id="phys2d/CartPole-v1", log_interval=100, eval_episodes=0)
@@ -178,7 +178,7 @@ def test_iterations_that_do_not_divide_the_log_interval_lose_no_steps():
     assert len(vault_of(dqn_jax, args, folder)) == 100
 
 
-@pytest.mark.parametrize("log_interval", [slow(20), slow(90), 99])
+@pytest.mark.parametrize("log_interval", [more(20), more(90), 99])
 def test_experience_has_no_seam_where_a_run_was_resumed(log_interval, monkeypatch):
     args = dqn_jax.Args(**SMALL_DQN | {"total_timesteps": 400}, save_experience=True)
     args = replace(args, train_frequency=1)

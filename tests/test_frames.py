@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fast_at_ends, make_trainer, slow
+from helpers import fast_at_ends, make_trainer, more
 
 import buffers
 import dqn_jax
@@ -53,7 +53,7 @@ def atari(stack):
     )
 
 
-@pytest.fixture(scope="module", params=[dqn_jax, slow(per_dqn_jax)])
+@pytest.fixture(scope="module", params=[dqn_jax, more(per_dqn_jax)])
 def breakout(request):
     """Rollouts of two environments whose frames we stack, and what Atari stacks at each step."""
     script = request.param
@@ -124,7 +124,7 @@ def test_the_network_sees_the_channels_that_atari_stacks():
         np.testing.assert_array_equal(apply(params, other), q_values)
 
 
-@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax), ppo_jax])
+@pytest.mark.parametrize("script", [dqn_jax, more(per_dqn_jax), ppo_jax])
 def test_functional_environments_stack_in_the_compiled_program(script):
     run = script.Run(env_id="phys2d/CartPole-v1")
     rollout = {"num_steps": 60} if script is ppo_jax else {"train_frequency": 240}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict
 from gymnasium.vector import SyncVectorEnv
-from helpers import fast_at_ends, one_line, read_events, slow
+from helpers import fast_at_ends, one_line, read_events
 
 import dqn_jax
 import per_dqn_jax
@@ -299,7 +299,8 @@ def success_in_bits(script, bits, **flags):
     return scalars["eval/success_rate"][-1][1], scalars["charts/success_rate"][-1][1]
 
 
-@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax])
 def test_six_bits_are_learned(optimised, script):
     in_evaluation, in_training = success_in_bits(script, 6, total_timesteps=8_000, her_fraction=0.8)
     assert in_evaluation == 1
@@ -324,7 +325,7 @@ def test_a_point_is_led_to_its_goal(optimised):
     assert scalars["eval/success_rate"][-1][1] > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_run_with_hindsight_is_resumed(run_main):
     flags = "--env-id environments:Reach-v0 --her-fraction 0.8 --learning-starts 256".split()  # noqa: SIM905
     code, out, _ = run_main(sac_jax, *flags, "--total-timesteps", "300")

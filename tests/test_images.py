@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from environments import Counter, Probe
-from helpers import SMALL_DQN, fast_at_ends, one_line, read_events, slow
+from helpers import SMALL_DQN, fast_at_ends, more, one_line, read_events
 
 import dqn_jax
 import per_dqn_jax
@@ -120,7 +120,7 @@ def random_params(network, x):
 @pytest.mark.parametrize(
     ("shape", "dtype", "scale"),
     [
-        slow((44, 40, 4), np.uint8, 255),
+        more((44, 40, 4), np.uint8, 255),
         ((43, 50, 3), np.uint8, 255),  # the stride does not divide it
         ((36, 40, 2), bool, 1),
         ((10, 10, 6), np.uint8, 1),

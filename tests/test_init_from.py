@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, SMALL_PPO, flip_a_bit, make_agent, one_line, slow
+from helpers import COUNTER, SMALL_DQN, SMALL_PPO, flip_a_bit, make_agent, more, one_line
 
 import dqn_jax
 import per_dqn_jax
@@ -21,11 +21,11 @@ R2D2 = dict(total_timesteps=300, learning_starts=160, buffer_size=200, train_len
 R2D2 |= dict(period=4, hidden_size=8, batch_size=4)
 RUNS = [
     (dqn_jax, SMALL_DQN, "environments:Counter-v0"),
-    slow(per_dqn_jax, SMALL_DQN, "environments:Counter-v0"),
+    more(per_dqn_jax, SMALL_DQN, "environments:Counter-v0"),
     (ppo_jax, SMALL_PPO | dict(normalize_observations="yes"), "Pendulum-v1"),
-    slow(r2d2_jax, R2D2, "environments:Counter-v0"),
-    slow(recurrent_ppo_jax, SMALL_PPO | dict(sequence_length=4), "Pendulum-v1"),
-    slow(sac_jax, SAC, "Pendulum-v1"),
+    more(r2d2_jax, R2D2, "environments:Counter-v0"),
+    more(recurrent_ppo_jax, SMALL_PPO | dict(sequence_length=4), "Pendulum-v1"),
+    more(sac_jax, SAC, "Pendulum-v1"),
 ]
 
 
@@ -105,7 +105,7 @@ def test_a_compiled_run_starts_from_an_ordinary_one():
 
 @pytest.mark.parametrize(
     ("script", "flags", "env_id"),
-    [RUNS[0], RUNS[2], slow(r2d2_jax, R2D2, "environments:Counter-v0")],
+    [RUNS[0], RUNS[2], more(r2d2_jax, R2D2, "environments:Counter-v0")],
 )
 def test_the_file_of_an_agent_gives_its_networks_and_statistics(script, flags, env_id):
     """A target network is a copy again; the state of the optimiser begins anew."""
@@ -122,7 +122,7 @@ def test_the_file_of_an_agent_gives_its_networks_and_statistics(script, flags, e
     script.train(args, run)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_file_of_an_agent_of_sac_gives_the_actor():
     run = sac_jax.Run(env_id="Pendulum-v1", log_interval=20, eval_episodes=1)
     state, folder = trained(sac_jax, SAC, run)

@@ -1,9 +1,6 @@
 """A whole run: against a plain loop, with a wrapper, with settings of JAX, one after another."""
 
 import gc
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,8 +17,8 @@ from helpers import (
     edited,
     find_jax_env,
     make_agent,
+    more,
     read_events,
-    slow,
 )
 
 import dqn_jax
@@ -44,7 +41,7 @@ LEARNING_TAGS = {"charts/epsilon", "charts/gradient_steps", "charts/replay_ratio
 LEARNING_TAGS |= {"losses/td_loss", "losses/q_values"}
 
 
-@pytest.fixture(scope="module", params=[slow(1), 8])
+@pytest.fixture(scope="module", params=[more(1), 8])
 def two_runs(request, tmp_path_factory):
     """Args, and what two runs with the same flags gave."""
     args = replace(SHORT, num_envs=request.param)
@@ -239,34 +236,26 @@ def assert_learned(folder):
     assert np.isfinite([value for values in losses for _, value in values]).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["JAX_DEBUG_NANS", "JAX_ENABLE_X64"])
+@pytest.mark.more
+@pytest.mark.parametrize("compiled", [False, True], ids=["ordinary", "compiled"])
 @pytest.mark.parametrize("module", SCRIPTS)
-def test_a_setting_of_jax_ends_no_run(module, setting, tmp_path):
-    flags = TINY | FAST_FLAGS[module] | {"total_timesteps": 384}
-    texts = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    subprocess.run(
-        [sys.executable, module.__file__, *texts], env=os.environ | {setting: "1"}, check=True
-    )
-    (folder,) = tmp_path.glob("runs/*")
-    assert_learned(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_enable_x64"])
-@pytest.mark.parametrize("module", SCRIPTS)
-def test_a_setting_of_jax_ends_no_compiled_run(module, setting):
-    env_id = "phys2d/Pendulum-v0" if module is sac_jax else "phys2d/CartPole-v1"
-    run = module.Run(env_id=env_id, checkpoint_interval=0, **TINY)
-    jax.config.update(setting, True)
+def test_settings_of_jax_end_no_run(module, compiled):
+    phys2d, other = "phys2d/CartPole-v1", "CartPole-v1"
+    if module is sac_jax:
+        phys2d, other = "phys2d/Pendulum-v0", "Pendulum-v1"
+    run = module.Run(env_id=phys2d if compiled else other, checkpoint_interval=0, **TINY)
+    settings = ("jax_debug_nans", "jax_enable_x64")
+    for setting in settings:
+        jax.config.update(setting, True)
     try:
         _, _, folder = module.train(module.Args(total_timesteps=384, **FAST_FLAGS[module]), run)
     finally:
-        jax.config.update(setting, False)
+        for setting in settings:
+            jax.config.update(setting, False)
     assert_learned(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_programs_and_arrays_of_a_run_go_when_it_is_over():
     def count():
         gc.collect()
@@ -281,7 +270,7 @@ def test_programs_and_arrays_of_a_run_go_when_it_is_over():
     assert counts[2] <= counts[1]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_each_run_evaluation_and_resume_has_environments_of_its_own():
     seeds = []
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fast_at_ends, slow
+from helpers import fast_at_ends, more
 
 import buffers
 
@@ -19,7 +19,7 @@ def slow_return(reward, terminated, truncated, gamma):
     return total, 0.0 if terminated[m] else gamma ** (m + 1), m + 1
 
 
-@pytest.mark.parametrize("jit", [slow(False), True])
+@pytest.mark.parametrize("jit", [more(False), True])
 @fast_at_ends("n", [1, 2, 3, 5])
 def test_returns_are_those_of_a_slow_loop(n, jit):
     rng = np.random.default_rng(n)

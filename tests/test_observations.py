@@ -17,9 +17,9 @@ from helpers import (
     find_jax_env,
     make_agent,
     make_trainer,
+    more,
     one_line,
     read_events,
-    slow,
 )
 
 import dqn_jax
@@ -95,7 +95,7 @@ def test_observations_that_are_no_vector_are_flattened(kind):
     assert agent.example_step.observation.shape == np.shape(flat)
 
 
-@pytest.mark.parametrize("kind", ["Dict", slow("Image"), slow("Small")])
+@pytest.mark.parametrize("kind", ["Dict", more("Image"), more("Small")])
 def test_observations_that_are_no_vector_are_learned_from(kind):
     _, _, flat = OBSERVATIONS[kind]
     run = dqn_jax.Run(env_id=f"Observes{kind}-v0", eval_episodes=0)
@@ -183,7 +183,7 @@ class Loose(gym.vector.VectorEnv):
 gym.register("Loose-v0", vector_entry_point=Loose)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_flags_that_are_numbers_and_rewards_for_resets_change_nothing():
     args = dqn_jax.Args(**SMALL_DQN, num_envs=4)
     settings = COUNTER | {"checkpoint_interval": 0}
@@ -262,7 +262,7 @@ SCRIPTS = {
     "per_dqn": (per_dqn_jax, SMALL_DQN),
     "ppo": (ppo_jax, SMALL_PPO),
 }
-NAMES = ["dqn", slow("per_dqn"), slow("ppo")]
+NAMES = ["dqn", more("per_dqn"), more("ppo")]
 
 
 class OtherNumbers(Chain):
@@ -284,9 +284,9 @@ def make_other_numbers(**kwargs):
 gym.register("OtherNumbers-v0", make_other_numbers, max_episode_steps=9, disable_env_checker=True)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("env_id", ["OtherNumbers-v0", slow("tabular/Blackjack-v0")])
+@pytest.mark.parametrize("env_id", ["OtherNumbers-v0", more("tabular/Blackjack-v0")])
 def test_functional_environments_of_whole_numbers(name, env_id):
     module, flags = SCRIPTS[name]
     args = module.Args(**flags | dict(num_envs=4))

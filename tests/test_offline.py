@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, fast_at_ends, make_agent, one_line, read_events, slow
+from helpers import COUNTER, SMALL_DQN, fast_at_ends, make_agent, more, one_line, read_events
 
 import buffers
 import dqn_jax
@@ -366,7 +366,7 @@ def test_ten_demonstrations_solve_what_exploration_does_not_find(optimised, mina
     assert returns["minari:test/car-v0"] > 80
 
 
-@pytest.mark.parametrize("script", [slow(per_dqn_jax), slow(sac_jax)])
+@pytest.mark.parametrize("script", [more(per_dqn_jax), more(sac_jax)])
 def test_other_scripts_learn_from_data(script, run_main):
     env_id = "Pendulum-v1" if script is sac_jax else "CartPole-v1"
     flags = ["--env-id", env_id, "--learning-starts", "256", "--eval-episodes", "0"]

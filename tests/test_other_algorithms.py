@@ -512,7 +512,7 @@ def test_td3_learns_the_best_action_and_its_value():
 SMALL = dict(learning_starts=64, batch_size=16, buffer_size=300, hidden_sizes=(16,))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", OTHER_ALGORITHMS)
 def test_runs_are_resumed_and_loaded(name):
     """By the copy, whose name the folder has."""
@@ -532,7 +532,7 @@ def test_runs_are_resumed_and_loaded(name):
     np.testing.assert_array_equal(load_policy(folder)(observation), actions)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "env_id"),
     [

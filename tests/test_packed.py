@@ -13,7 +13,7 @@ from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
 from gymnasium.experimental.functional import FuncEnv
 from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import SyncVectorEnv
-from helpers import SMALL_DQN, SMALL_PPO, make_agent, make_trainer, read_events, slow
+from helpers import SMALL_DQN, SMALL_PPO, make_agent, make_trainer, more, read_events
 
 import cleanreplay
 import dqn_jax
@@ -84,7 +84,7 @@ SMALL = {
     "ppo": (ppo_jax, SMALL_PPO),
     "recurrent_ppo": (recurrent_ppo_jax, SMALL_PPO | dict(sequence_length=4)),
 }
-SCRIPTS = ["dqn", *[slow(name) for name in SMALL if name != "dqn"]]
+SCRIPTS = ["dqn", *[more(name) for name in SMALL if name != "dqn"]]
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
@@ -220,7 +220,7 @@ def run_of(name, **options):
     return script, flags, script.Run(**how)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("vectorization", "frame_stack"), [("auto", 2), ("sync", 1)])
 @pytest.mark.parametrize("name", SMALL)
 def test_a_trained_agent_takes_the_dict(name, vectorization, frame_stack):
@@ -286,7 +286,7 @@ def test_the_replay_stores_bytes_of_the_newest_frame(name):
     assert agent.example_step.observation.shape == (2, 81 + 8)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("vectorization", ["auto", "sync"])
 def test_the_replay_and_the_vault_keep_images_as_bytes(vectorization):
     script, flags, run = run_of("dqn", vectorization=vectorization, eval_episodes=0)
@@ -303,7 +303,7 @@ def test_the_replay_and_the_vault_keep_images_as_bytes(vectorization):
     assert set(parts["numbers"][..., 1].ravel()) == {np.float32(0.3)}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("vectorization", ["auto", "sync"])
 def test_a_run_of_images_and_numbers_is_resumed(vectorization):
     script, flags, run = run_of("dqn", vectorization=vectorization, checkpoint_interval=100)

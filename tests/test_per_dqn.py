@@ -306,7 +306,7 @@ def test_probe_values_are_learned(env_id, observations, values):
     np.testing.assert_allclose(q, values, atol=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_same_seed_makes_the_same_run():
     """The same parameters, the same replay, the same priorities."""
     args = Args(**vars(PROBE))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
-from helpers import SMALL_DQN, SMALL_PPO, make_agent, slow, spaces_of
+from helpers import SMALL_DQN, SMALL_PPO, make_agent, more, spaces_of
 
 import cleanreplay
 import dqn_jax
@@ -198,7 +198,7 @@ def test_without_an_evaluation_that_is_a_number_it_is_the_agent_saved_last(
     np.testing.assert_array_equal(loaded, wanted)
 
 
-@pytest.mark.parametrize("name", ["dqn", slow("per_dqn"), "ppo"])
+@pytest.mark.parametrize("name", ["dqn", more("per_dqn"), "ppo"])
 def test_only_what_the_policy_needs_is_read(name, monkeypatch):
     """A replay may have gigabytes."""
     module, flags = SCRIPTS[name]
@@ -223,7 +223,7 @@ def test_only_what_the_policy_needs_is_read(name, monkeypatch):
 # --- kinds of agents
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["dqn", "per_dqn", "ppo"])
 @pytest.mark.parametrize("best", [0, 2])
 def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
@@ -247,7 +247,7 @@ def test_of_many_seeds_it_is_the_best_one(name, best, monkeypatch):
     assert (loaded != wanted[1]).any()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_of_many_seeds_without_an_evaluation_it_is_the_first_one():
     args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=4))
     run = ppo_jax.Run(**CHAIN | dict(eval_episodes=0), num_seeds=3)
@@ -471,7 +471,7 @@ def test_no_observations_give_no_actions():
     assert policy(np.zeros((0, 3))).shape == (0,)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_no_observations_give_no_actions_of_a_box_and_no_actions_of_a_memory():
     run = ppo_jax.Run(env_id="Pendulum-v1")
     args = ppo_jax.Args(**SMALL_PPO)
@@ -524,7 +524,7 @@ def test_spaces_that_json_does_not_know_are_those_of_the_environment():
     np.testing.assert_array_equal(cleanreplay.load_policy(folder)(OBSERVATIONS), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_compiled_run_keeps_the_spaces_that_its_agent_sees():
     args = ppo_jax.Args(**SMALL_PPO | dict(num_envs=2), frame_stack=2)
     _, _, folder = ppo_jax.train(args, ppo_jax.Run(**CHAIN | dict(eval_episodes=0)))

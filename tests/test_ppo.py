@@ -15,7 +15,7 @@ import optax
 import pytest
 import scipy.special
 import scipy.stats
-from helpers import fast_at_ends, make_agent, read_events, slow
+from helpers import fast_at_ends, make_agent, more, read_events
 from jax.flatten_util import ravel_pytree
 from optax.tree_utils import tree_get
 
@@ -684,7 +684,7 @@ def make_whole_step(is_box):
     return make_step(BOX, **NORMALIZED) if is_box else make_step()
 
 
-@pytest.mark.parametrize("space", [slow(DISCRETE), BOX], ids=["discrete", "box"])
+@pytest.mark.parametrize("space", [more(DISCRETE), BOX], ids=["discrete", "box"])
 def test_masked_rows_change_nothing(space):
     _, state, step = make_whole_step(space is BOX)
     rollout = random_rollout(np.random.default_rng(8), 16, 4, space)
@@ -865,7 +865,7 @@ def test_multi_discrete_actions_are_learned_and_its_policy_can_be_loaded(how):
     np.testing.assert_array_equal(actions, np.transpose([first + 1, second - 2]))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_actor_and_critic_share_the_features_of_images():
     """uint8 images go through the Nature CNN."""
     _, state, answer = learned("ProbeImage-v0", 256, num_envs=2, learning_rate=2e-3)

@@ -18,7 +18,7 @@ from helpers import (
     encode,
     examples,
     fast_at_ends,
-    slow,
+    more,
     start_at,
 )
 from hypothesis import given
@@ -103,7 +103,7 @@ def priorities_of(state, capacity):
     [
         (10, 0.6, 2**18, 2**12),
         (1_000, 1.0, 2**20, 2**14),
-        slow(10**6, 0.6, 2**22, 2**16),
+        more(10**6, 0.6, 2**22, 2**16),
     ],
 )
 def test_draws_are_in_proportion_to_priorities(size, exponent, draws, at_once):
@@ -129,7 +129,7 @@ def test_draws_are_in_proportion_to_priorities(size, exponent, draws, at_once):
 
 
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize("size", [10, 1_000, slow(10**6)])
+@pytest.mark.parametrize("size", [10, 1_000, more(10**6)])
 def test_draws_of_a_batch_are_at_least_as_even_as_independent_ones(size):
     draws = 2**20
     priorities = spread(size, seed=1)
@@ -172,7 +172,7 @@ def test_ten_million_items_are_drawn_alike(monkeypatch):
 
 
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize("zeros", [slow("a tenth"), "the last child of each node"])
+@pytest.mark.parametrize("zeros", [more("a tenth"), "the last child of each node"])
 def test_an_item_of_priority_0_is_never_drawn(zeros):
     size = 100_003
     rng = np.random.default_rng(2)
@@ -337,15 +337,15 @@ def test_new_items_do_not_get_a_priority_that_was_ignored():
 
 TREE_SHAPES = [
     Windows(7),
-    slow(Windows(9, length=3)),
-    slow(Windows(7, length=7)),
-    slow(Windows(8, length=3, period=2)),
-    slow(Windows(8, length=4, period=4)),
-    slow(Windows(6, length=5, period=3)),  # at times full with nothing to draw
-    slow(Windows(5, envs=3)),
-    slow(Windows(6, envs=3, length=2)),
-    slow(Windows(6, envs=3, length=3, period=2)),
-    slow(Windows(6, envs=2, length=1, period=3)),
+    more(Windows(9, length=3)),
+    more(Windows(7, length=7)),
+    more(Windows(8, length=3, period=2)),
+    more(Windows(8, length=4, period=4)),
+    more(Windows(6, length=5, period=3)),  # at times full with nothing to draw
+    more(Windows(5, envs=3)),
+    more(Windows(6, envs=3, length=2)),
+    more(Windows(6, envs=3, length=3, period=2)),
+    more(Windows(6, envs=2, length=1, period=3)),
     Windows(40, envs=4, length=2, period=2),  # more than one level
 ]
 
@@ -431,7 +431,7 @@ def test_the_tree_is_what_the_operations_leave(shape, before_wrap, operations):
 # ------------------------------------------------------------------------- exponents, large, small
 
 
-@pytest.mark.parametrize("exponent", [0, slow(1), slow(2), slow(0.0), 0.4])
+@pytest.mark.parametrize("exponent", [0, more(1), more(2), more(0.0), 0.4])
 def test_the_exponent_turns_priorities_into_weights(exponent):
     draws = 2**14
     priorities = np.float32([0, 1, 2, 3, 0.5, 0])
@@ -449,7 +449,7 @@ def test_the_exponent_turns_priorities_into_weights(exponent):
     assert state.tree[0][0] == np.float32(3.0) ** np.float32(exponent)
 
 
-@pytest.mark.parametrize("exponent", [0.0, slow(0.4), slow(1.0), 2.0])
+@pytest.mark.parametrize("exponent", [0.0, more(0.4), more(1.0), 2.0])
 def test_priorities_that_are_read_may_be_set_again(exponent):
     """They are those that were set; with exponent 0 they are 1, as all items are alike."""
     priorities = np.float32([0, 1e-6, 3, 0.5, 7e4])
@@ -473,7 +473,7 @@ def test_exponents_of_numpy_are_numbers_with_64_bits_as_well():
 
 @pytest.mark.parametrize(
     ("priority", "exponent"),
-    [(3e38, 1), slow(1e38, 0.6), slow(1e19, 2), slow(1e-10, 1), (1e-17, 2)],
+    [(3e38, 1), more(1e38, 0.6), more(1e19, 2), more(1e-10, 1), (1e-17, 2)],
 )
 def test_large_and_small_priorities_are_drawn(priority, exponent):
     size = 1_000

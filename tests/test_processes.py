@@ -13,7 +13,7 @@ import environments  # noqa: F401  registers the environments
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, make_trainer, read_events, slow
+from helpers import ROOT, make_trainer, more, read_events
 
 import dqn_jax
 import per_dqn_jax
@@ -171,7 +171,7 @@ def test_two_processes_go_on_with_what_one_saved(tmp_path):
 @together
 @pytest.mark.parametrize(
     ("number", "which"),
-    [(signal.SIGINT, 1), slow(signal.SIGTERM, 0)],
+    [(signal.SIGINT, 1), more(signal.SIGTERM, 0)],
     ids=["Ctrl-C to the second", "SIGTERM to the first"],
 )
 def test_a_signal_to_one_process_ends_both_with_a_checkpoint(number, which, tmp_path):

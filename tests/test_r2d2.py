@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 from by_hand import box, keys_of_gradient_step, moves_of_target
-from helpers import make_trainer, slow
+from helpers import make_trainer, more
 
 import dqn_jax
 import r2d2_jax
@@ -128,8 +128,8 @@ def random_windows(rng, agent, count, rows=None):
     [
         {},
         dict(double_q=False, rescale_values=True),
-        slow(dict(burn_in=0, n_step=1, num_actions=3)),
-        slow(dict(rescale_values=True, gamma=0.9)),
+        more(dict(burn_in=0, n_step=1, num_actions=3)),
+        more(dict(rescale_values=True, gamma=0.9)),
     ],
     ids=str,
 )
@@ -216,7 +216,7 @@ def test_the_target_is_copied_at_the_multiples_of_its_period():
         np.testing.assert_array_equal(target, params)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_what_is_drawn_in_to_window_does_not_depend_on_the_batch():
     """Its key is another one than that of the draw from the replay."""
     agent, state = filled()
@@ -395,14 +395,14 @@ def test_it_learns_to_remember_and_a_loaded_policy_does(trained):
     assert mean_return(load_policy(trained)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_loaded_policy_forgets_where_an_episode_begins(trained):
     """Told so at every step, it cannot know the first observation: it is right half of the time."""
     policy = load_policy(trained)
     assert abs(mean_return(lambda observation, _: policy(observation, [True]))) < 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_loaded_policy_forgets_all_if_the_number_of_environments_changes(trained):
     policy = load_policy(trained)
     new = load_policy(trained)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from helpers import COUNTER, fast_at_ends, make_agent, make_trainer, read_events, slow
+from helpers import COUNTER, fast_at_ends, make_agent, make_trainer, more, read_events
 from jax.flatten_util import ravel_pytree
 from optax.tree_utils import tree_get
 
@@ -30,7 +30,7 @@ DISCRETE = gym.spaces.Discrete(3, start=5)
 BOX = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 MULTI = gym.spaces.MultiDiscrete([2, 4], start=[1, -2])
 SPACES = {"discrete": DISCRETE, "multi": MULTI, "box": BOX}
-BOTH = pytest.mark.parametrize("space", [slow(DISCRETE), BOX], ids=["discrete", "box"])
+BOTH = pytest.mark.parametrize("space", [more(DISCRETE), BOX], ids=["discrete", "box"])
 ALL = fast_at_ends("space", SPACES.values(), ids=SPACES)
 SMALL = dict(
     num_envs=4,
@@ -336,7 +336,7 @@ def test_the_policy_forgets_where_is_first_says_so_and_nowhere_else(space):
     np.testing.assert_array_equal(policy(x[2], is_first), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_loaded_policy_takes_the_actions_of_the_agent_in_training():
     """Through ends of episodes, if it is told where they begin."""
     args = Args(**SMALL | dict(total_timesteps=192, num_envs=2))
@@ -429,7 +429,7 @@ def test_a_run_takes_every_sequence_in_each_epoch_and_is_repeatable():
 COMPILED = dict(env_id="cleanreplay.memory_tasks:phys2d/PendulumNoVelocity-v0", log_interval=96)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_several_agents_of_a_compiled_run_go_on_bit_for_bit(stop_at):
     args = Args(**SMALL | dict(total_timesteps=384))
     run = Run(**COMPILED, num_seeds=2, eval_episodes=2)
@@ -442,7 +442,7 @@ def test_several_agents_of_a_compiled_run_go_on_bit_for_bit(stop_at):
         assert got[tag] == expected[tag], tag
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_agent_of_a_group_is_the_one_trained_alone():
     args = Args(**SMALL | dict(total_timesteps=192))
     run = Run(**COMPILED, num_seeds=2, eval_episodes=0)

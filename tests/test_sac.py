@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_hand import keys_of_gradient_step, moves_of_target
-from helpers import fast_at_ends, make_agent, read_events, slow
+from helpers import fast_at_ends, make_agent, more, read_events, slow
 from scipy.stats import binom, kstest, norm
 
 import sac_jax
@@ -115,7 +115,7 @@ def with_windows(args, features, action_space):
     return agent
 
 
-@pytest.mark.parametrize("n_step", [slow(1), 3])
+@pytest.mark.parametrize("n_step", [more(1), 3])
 def test_losses_are_what_numpy_gives(n_step):
     rng = np.random.default_rng(n_step)
     args = Args(n_step=n_step, gamma=0.9)
@@ -625,7 +625,7 @@ def test_a_hundred_steps_of_the_policy_are_a_loop_of_the_program(simple_networks
     assert str(programs[0]).count("\n") == str(programs[1]).count("\n")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_steps_of_the_policy_follow_each_other_with_keys_of_their_own(simple_networks):
     """They are those of update_policy, one after the other, with the new critics."""
     agent, _ = learner_and_rollout(policy_frequency=3)
@@ -738,8 +738,8 @@ def test_a_run_on_pendulum_has_the_charts_of_cleanrl(run_main):
     assert "|env_id|Pendulum-v1|" in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("networks", ["simple", slow("real")])
+@pytest.mark.more
+@pytest.mark.parametrize("networks", ["simple", more("real")])
 def test_a_compiled_run_goes_on_bit_for_bit(networks, request, stop_at):
     """A signal comes in its third log interval."""
     if networks == "simple":
@@ -758,7 +758,7 @@ def test_a_compiled_run_goes_on_bit_for_bit(networks, request, stop_at):
         assert got == expected
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_ordinary_run_goes_on_with_its_agent(simple_networks, monkeypatch):
     """A signal comes at step 200, in an iteration that goes on to step 204."""
     args = Args(total_timesteps=300, **SMALL)

@@ -18,7 +18,7 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, edited, fast_at_ends, read_events, slow
+from helpers import ROOT, edited, fast_at_ends, more, read_events
 
 import dqn_jax
 import per_dqn_jax
@@ -359,7 +359,7 @@ def test_an_error_of_gymnasium_in_an_evaluation_shows_its_traceback(monkeypatch)
     assert saved_steps() == [200]
 
 
-@pytest.mark.parametrize("module", [dqn_jax, slow(per_dqn_jax), slow(ppo_jax)])
+@pytest.mark.parametrize("module", [dqn_jax, more(per_dqn_jax), more(ppo_jax)])
 def test_the_figure_at_the_end_is_the_mean_of_the_last_100_episodes(module):
     """Episodes of Counter have returns 3, 6, 10, 15 in turns, and last 18 steps with the resets."""
     flags = dict(learning_starts=499, batch_size=1)
@@ -375,7 +375,7 @@ def test_the_figure_at_the_end_is_the_mean_of_the_last_100_episodes(module):
     assert mean == np.float32((27 * (3 + 6 + 10 + 15) + 3 + 6 + 10) / 111)
 
 
-@pytest.mark.parametrize("name", ["dqn_jax", slow("ppo_jax")])
+@pytest.mark.parametrize("name", ["dqn_jax", more("ppo_jax")])
 def test_atari_is_learned_from(name):
     pytest.importorskip("ale_py")
     module = SCRIPTS[name]

@@ -173,7 +173,7 @@ def test_successes_agree_with_lengths(how):
     assert -6 <= mean <= -6 + 6 * scalars["eval/success_rate"][-1][1]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_environment_of_goals_says_it_to_sac():
     args = sac_jax.Args(total_timesteps=300, learning_starts=256)
     run = sac_jax.Run(env_id="environments:Reach-v0", log_interval=100, eval_episodes=5)

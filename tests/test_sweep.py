@@ -171,7 +171,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("script", REFUSED, ids=lambda script: script.__name__)
 def test_every_float_flag_can_be_swept_or_is_refused(script):
     env_id = "phys2d/Pendulum-v0" if script is sac_jax else "phys2d/CartPole-v1"
@@ -317,7 +317,7 @@ def test_an_agent_of_a_sweep_of_dqn_is_the_one_trained_alone(four):
 SWEPT = ("gamma:clip_coef=0.5:0.1,0.9:0.3", "ent_coef=0,0.1")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_an_agent_of_a_sweep_of_ppo_is_the_one_trained_alone(num_devices):
     run = ppo_jax.Run(env_id="phys2d/CartPole-v1", eval_episodes=0, log_interval=64)
@@ -329,7 +329,7 @@ def test_an_agent_of_a_sweep_of_ppo_is_the_one_trained_alone(num_devices):
     assert_same(state, 3, folder / "gamma=0.9,clip_coef=0.3,ent_coef=0.1,seed=1", alone)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("script", [per_dqn_jax, r2d2_jax, recurrent_ppo_jax, sac_jax])
 def test_an_agent_of_a_sweep_of_another_script_is_the_one_trained_alone(script):
     env_id = "phys2d/Pendulum-v0" if script is sac_jax else "phys2d/CartPole-v1"
@@ -381,7 +381,7 @@ def test_the_best_agent_of_a_sweep_is_loaded_with_its_own_flags(monkeypatch, fou
     assert (agent.act(params_of(four.state, 0), observations) != best).any()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("script", [dqn_jax, ppo_jax])
 def test_a_sweep_that_is_resumed_goes_on_bit_for_bit(script, stop_at):
     flags, rate = (DQN, "learning_rate") if script is dqn_jax else (PPO, "clip_coef")
@@ -412,7 +412,7 @@ def test_the_lines_of_a_sweep_say_which_agent_is_the_best(four):
     assert f"\n{last}{four.returns[1]:.2f}\n" in four.printed
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_others_are_saved_and_evaluated_where_one_agent_diverges():
     """The first of two, whose learning rate is too large. Both have the return 0."""
     run = dqn_jax.Run(**CHAIN, log_interval=80, sweep=("learning_rate=3e38,0",))
@@ -426,7 +426,7 @@ def test_the_others_are_saved_and_evaluated_where_one_agent_diverges():
     np.testing.assert_array_equal(load_policy(folder)(observations), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_values_are_spread_over_devices_as_the_agents_are():
     run = ppo_jax.Run(**CHAIN, sweep=("gamma=0.5,0.6,0.7,0.8",), num_devices=2)
     runner = make_trainer(ppo_jax, ppo_jax.Args(**PPO), run).init()

@@ -9,13 +9,13 @@ import time
 
 import environments  # noqa: F401  registers the environments
 import pytest
-from helpers import ROOT, slow, start_python
+from helpers import ROOT, more, start_python
 
 from cleanreplay import terminal
 
 COUNTER = "--env-id environments:Counter-v0 --learning-starts 50 --batch-size 8".split()  # noqa: SIM905
 COMPILED = "--env-id phys2d/CartPole-v1 --learning-starts 50 --batch-size 8 --log-interval 500"
-ENVIRONMENTS = [COUNTER, slow(COMPILED.split())]
+ENVIRONMENTS = [COUNTER, more(COMPILED.split())]
 LONG = ["--total-timesteps", "100000000", "--eval-episodes", "0"]
 
 

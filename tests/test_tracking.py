@@ -11,7 +11,7 @@ import environments  # noqa: F401  registers the environments
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, one_line, read_events, slow
+from helpers import ROOT, more, one_line, read_events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -54,13 +54,13 @@ def frames(path):
         return clip.n_frames, clip.get_frame(0).shape
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")  # moviepy, NumPy 2.5
 @pytest.mark.parametrize(
     ("module", "flags"),
     [
         (dqn_jax, dict(learning_starts=100, batch_size=16)),
-        slow(ppo_jax, dict(num_steps=64)),
+        more(ppo_jax, dict(num_steps=64)),
     ],
     ids=["ordinary", "compiled"],
 )

@@ -8,7 +8,7 @@ import environments
 import gymnasium as gym
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, SMALL_PPO, edited, one_line, read_events, slow
+from helpers import COUNTER, SMALL_DQN, SMALL_PPO, edited, more, one_line, read_events
 
 import cleanreplay
 import dqn_jax
@@ -52,7 +52,7 @@ def test_a_flag_of_any_type_and_value_works_and_is_kept_by_a_resume(run_main):
     assert kept.place == Path("else/where")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_flag_that_is_an_enum_is_kept_by_a_resume():
     class Colour(Enum):
         RED = "red"
@@ -133,14 +133,14 @@ def test_a_metric_of_any_name_is_logged(train):
     assert all(value == step - 10 + 0.5 for step, value in points)
 
 
-@pytest.mark.parametrize("train", [short, slow(short_compiled)])
+@pytest.mark.parametrize("train", [short, more(short_compiled)])
 def test_a_metric_that_is_an_array_is_an_error_that_names_it(train):
     script = edited(dqn_jax, (OWN[0], OWN[1].replace("step + 0.5", "rollout.reward[0]")))
     with pytest.raises(script.UsageError, match=r"the metric my_metric must be a number, .*\("):
         train(script)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_loss_is_logged_whatever_the_other_metrics_say():
     old = 'metrics["charts/learning_rate"] = learning_rate'
     new = 'metrics |= {"charts/gradient_steps": 0, "losses/mine": jnp.float32(4)}'
@@ -161,7 +161,7 @@ IN_LOOP = (
 )
 
 
-@pytest.mark.parametrize("train", [short, slow(short_compiled)])
+@pytest.mark.parametrize("train", [short, more(short_compiled)])
 def test_train_step_may_return_a_fourth_value(train):
     state, _, _ = train(edited(dqn_jax, FOURTH, IN_LOOP))
     assert (state.opt_state[0].count == 15).all()
@@ -198,7 +198,7 @@ USED = """
             with log.saves_on_error("""
 
 
-@pytest.mark.parametrize("place", ["before the rollout", slow("after the rollout")])
+@pytest.mark.parametrize("place", ["before the rollout", more("after the rollout")])
 def test_the_state_that_a_thread_overwrites_is_an_error_that_says_so(place):
     pair = ("\n            with log.saves_on_error(", USED)
     if place == "after the rollout":

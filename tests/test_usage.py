@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from environments import Counter
 from gymnasium.spaces import Box
-from helpers import COUNTER, ROOT, SMALL_DQN, make_agent, one_line, read_events, slow
+from helpers import COUNTER, ROOT, SMALL_DQN, make_agent, more, one_line, read_events
 
 import dqn_jax
 import per_dqn_jax
@@ -239,7 +239,7 @@ def test_a_gradient_of_norm_0_is_refused(script, run_main):
     assert line == "error: max_grad_norm must be more than 0, not 0.0"
 
 
-@pytest.mark.parametrize("script", [dqn_jax, slow(per_dqn_jax), slow(sac_jax)])
+@pytest.mark.parametrize("script", [dqn_jax, more(per_dqn_jax), more(sac_jax)])
 def test_the_largest_counts_of_steps_begin_to_learn(script):
     """A target network that never moves, and a run that a signal ends."""
     largest = dict(total_timesteps=2**31 - 1, target_network_frequency=2**31 - 1)

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import PIL.Image
 import pytest
-from helpers import COUNTER, SMALL_DQN, SMALL_PPO, one_line, slow
+from helpers import COUNTER, SMALL_DQN, SMALL_PPO, more, one_line
 
 import dqn_jax
 import ppo_jax
@@ -98,7 +98,7 @@ def test_a_video_has_all_of_its_seconds():
         assert (clip.fps, clip.duration) == (25, pytest.approx(6 / 25))
 
 
-@pytest.mark.parametrize("frame_stack", [1, slow(2)])
+@pytest.mark.parametrize("frame_stack", [1, more(2)])
 def test_the_return_is_that_of_load_policy_with_the_same_seed(frame_stack, capsys):
     folder = trained("CartPole-v1", frame_stack=frame_stack)
     returns = watch.watch(Flags(f"{folder}/best.safetensors", episodes=2, seed=7))
@@ -112,7 +112,7 @@ def test_the_return_is_that_of_load_policy_with_the_same_seed(frame_stack, capsy
     assert Path(folder, "best.gif").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_agent_with_a_memory_begins_each_episode_with_an_empty_one():
     env_id = "cleanreplay.memory_tasks:CartPoleNoVelocity-v0"
     folder = trained(env_id, recurrent_ppo_jax, sequence_length=4, learning_rate=0.05)
@@ -121,7 +121,7 @@ def test_an_agent_with_a_memory_begins_each_episode_with_an_empty_one():
     assert returns == [played_by_hand(folder, env, seed, has_memory=True) for seed in (0, 1)]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("script", [dqn_jax, ppo_jax])
 def test_an_environment_in_jax_is_drawn_by_gymnasium(script):
     pytest.importorskip("pygame")
@@ -140,13 +140,13 @@ def test_an_environment_that_cannot_be_drawn_says_so(run_main):
     assert not Path(folder, "agent.gif").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_environment_in_jax_that_cannot_be_drawn_says_so(run_main):
     line = one_line(run_main(watch, trained("environments:Chain-v0")))
     assert "environments:Chain-v0 cannot be drawn: it needs the render mode rgb_array" in line
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_images_of_an_environment_that_does_not_render_are_drawn(capsys):
     folder = trained("environments:ImageGrey-v0")
     watch.watch(Flags(folder))
