@@ -1067,7 +1067,7 @@ prioritised_replay = PrioritisedReplay
 clustered_replay = ClusteredReplay
 
 
-# --------------------------------------------------------------- after a draw, and of rollouts
+# ---------------------------------------------- no buffers: returns, means, loops, minibatches
 def importance_weights(probabilities: Any, beta: Any) -> Array:
     """(size * P)**-beta, divided by the largest of the batch: Schaul et al. 2016, section 3.4.
 
@@ -1155,6 +1155,11 @@ def masked_mean(x: Array, mask: Array) -> Array:
     axes = tuple(range(-mask.ndim, 0))
     count = jnp.maximum(mask.sum(), 1).astype(x.dtype)
     return jnp.sum(x, axis=axes, where=mask) / count
+
+
+def is_due(interval: int, step: int, end: int) -> bool:
+    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
+    return interval > 0 and end // interval > step // interval
 
 
 def repeat(step: Callable, state: PyTree, inputs: tuple, count: Any) -> tuple[PyTree, dict]:

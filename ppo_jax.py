@@ -603,11 +603,6 @@ def reset(envs, key, step: int):
     return observation, np.ones(envs.num_envs, bool)
 
 
-def is_due(interval: int, step: int, end: int) -> bool:
-    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
-    return interval > 0 and end // interval > step // interval
-
-
 class Log(AbstractContextManager):
     """The charts of a run in TensorBoard, and its progress.
 
@@ -667,7 +662,7 @@ class Log(AbstractContextManager):
     def end_iteration(self, end: int, state: State, params, metrics: dict) -> bool:
         """Logs what is due at step `end`. Returns whether the run is over."""
         is_last = end >= self.total or len(self.stop) > 0
-        if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
+        if is_last or buffers.is_due(self.run.log_interval, end - self.steps_per_iteration, end):
             self.add_metrics(end, metrics)
         return is_last
 
@@ -683,7 +678,7 @@ class Log(AbstractContextManager):
             self.ended.clear()
         self.write(step, metrics)
         progress = f"return {self.mean_return():.2f}"
-        if self.bar.disable and is_due(self.total // 20, self.bar.n, step):
+        if self.bar.disable and buffers.is_due(self.total // 20, self.bar.n, step):
             print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
         self.bar.n = step
         self.bar.set_postfix_str(progress)

@@ -1,4 +1,4 @@
-"""What a script can do with this package and not without it. A module is imported at its first use.
+"""Does for a script what it cannot do alone. A module is imported at its first use.
 
     experiment    a run that is saved, resumed, evaluated and recorded
     run_folder    owns the folder of a run: its lock, flags, what is saved, its end
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         usage,
         vault,
     )
+
+__version__ = "0.3.0"
 
 # Names that programs of users import from here, and the modules that have them.
 PUBLIC = {"read_flags": "usage", "play_episodes": "experiment", "Trainer": "compiled"}

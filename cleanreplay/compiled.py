@@ -1,4 +1,4 @@
-"""Training in environments written in JAX: many seeds, devices and hosts in one compiled program.
+"""Trains in environments written in JAX: many seeds, devices and hosts in one compiled program.
 
 A script calls `train` of this module if `find_jax_env` finds that its environment is a `FuncEnv` of
 Gymnasium, that is pure functions in JAX. Environment, replay and learning become one program:
@@ -33,10 +33,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+import buffers
 from cleanreplay import disk, images, offline, processes
 from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
 from cleanreplay.errors import NotFiniteError, UsageError
-from cleanreplay.experiment import check_metrics, is_due, log_returns, play_episodes
+from cleanreplay.experiment import check_metrics, log_returns, play_episodes
 from cleanreplay.packed import pack
 from cleanreplay.run_folder import RunFolder, are_finite
 from cleanreplay.sweep import Sweep, replace_args
@@ -719,12 +720,12 @@ def train_loop(
         if is_interrupted and not stop:  # the signal came to another process
             stop.append(signal.SIGTERM)
         is_last = is_interrupted or end >= total
-        if is_last or is_due(run.checkpoint_interval, step, end):
+        if is_last or buffers.is_due(run.checkpoint_interval, step, end):
             run_folder.save(
                 end, runner, trainer.first_params(runner), list(returns), **trainer.sweep.about()
             )
         if is_interrupted:
             break
-        if is_last or is_due(run.eval_interval, step, end):
+        if is_last or buffers.is_due(run.eval_interval, step, end):
             evaluate(runner, end)
     return runner, returns

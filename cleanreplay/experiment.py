@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+import buffers
 from cleanreplay.agents import Agent, Log
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.run_folder import RunFolder, check_finite
@@ -106,16 +107,16 @@ class Experiment(AbstractContextManager):
         check_metrics(metrics)
         self.learned = (state, params)
         ends = end >= self.total or len(self.log.stop) > 0
-        if self.counted and (ends or is_due(run.log_interval, step, end)):
+        if self.counted and (ends or buffers.is_due(run.log_interval, step, end)):
             metrics = metrics | {"charts/success_rate": rate(self.counted)}
             self.counted.clear()
         is_last = self.log.end_iteration(end, state, params, metrics)
-        if is_last or is_due(run.log_interval, step, end):
+        if is_last or buffers.is_due(run.log_interval, step, end):
             check_finite(params, self.run_folder.path)
             self.run_folder.write_experience(state)
-        if is_last or is_due(run.checkpoint_interval, step, end):
+        if is_last or buffers.is_due(run.checkpoint_interval, step, end):
             self.run_folder.save(end, state, params, self.log.recent_returns)
-        if is_last or is_due(run.eval_interval, step, end):
+        if is_last or buffers.is_due(run.eval_interval, step, end):
             self.evaluate(end, state, params)
         return is_last
 
@@ -151,11 +152,6 @@ def log_returns(log: Log, step: int, returns: np.ndarray, successes: np.ndarray)
     """Logs the returns of the episodes of an evaluation, and how many succeeded, if they say so."""
     values = {f"eval/{name}": f(returns) for name, f in STATISTICS.items()}
     log.write(step, values | {"eval/success_rate": rate(successes)})
-
-
-def is_due(interval: int, step: int, end: int) -> bool:
-    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
-    return interval > 0 and end // interval > step // interval
 
 
 def check_metrics(metrics: dict) -> None:

@@ -1,4 +1,4 @@
-"""Hindsight experience replay: Andrychowicz et al. 2017, arXiv 1707.01495.
+"""Draws goals in hindsight (HER): Andrychowicz et al. 2017, arXiv 1707.01495.
 
 Part of each batch gets another desired goal: one that was achieved later in the episode. Its
 rewards are computed anew. Observations are the Dict of Gymnasium's environments with goals,

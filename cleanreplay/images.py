@@ -1,4 +1,4 @@
-"""What images need: convolutions, stacks of frames, a check of videos.
+"""Reads images: convolutions, stacks of frames, a check of videos.
 
 A script uses this module if observations are images or no Box, with --frame-stack, and with
 --capture-video. A run begins with what `describe` says of its observations.

@@ -1,4 +1,4 @@
-"""Several processes that train together, with `jax.distributed`."""
+"""Joins processes that train together, with `jax.distributed`."""
 
 import os
 import pickle

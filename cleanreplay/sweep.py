@@ -1,4 +1,4 @@
-"""Hyperparameters that differ between the agents of a compiled run: the flag --sweep.
+"""Gives the agents of a compiled run hyperparameters of their own: the flag --sweep.
 
     --sweep learning_rate=1e-4,1e-3 gamma=0.95,0.99     # a grid: four settings
     --sweep learning_rate:gamma=1e-4:0.95,1e-3:0.99     # two settings, each of two values

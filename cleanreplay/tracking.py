@@ -1,4 +1,4 @@
-"""What a run writes beside charts and checkpoints: its flags to TensorBoard, with `--track` to
+"""Records what a run writes beside charts and checkpoints: its flags to TensorBoard, with `--track` to
 Weights & Biases, and where it comes from to `run.json`.
 """
 

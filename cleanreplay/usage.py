@@ -1,4 +1,4 @@
-"""Flags: checked before a run begins, and read from the folder of a run that is resumed."""
+"""Checks flags before a run begins, and reads them from the folder of a run that is resumed."""
 
 import importlib
 import json
