@@ -1,4 +1,4 @@
-"""Writes the spaces that an agent is made for as JSON: so that it can be loaded without its environment.
+"""Writes the spaces that an agent is made for as JSON: it loads without its environment.
 
 A space other than Box, Discrete and MultiDiscrete is None. For it `load_policy` makes
 the environment.

@@ -1,5 +1,5 @@
-"""Records what a run writes beside charts and checkpoints: its flags to TensorBoard, with `--track` to
-Weights & Biases, and where it comes from to `run.json`.
+"""Records where a run comes from in `run.json`, and its flags in TensorBoard and with `--track` in
+Weights & Biases.
 """
 
 import json
