@@ -2,7 +2,6 @@
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import environments
@@ -11,13 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, fast_at_ends, make_agent, more, one_line, read_events
+from helpers import (
+    COUNTER,
+    SMALL_DQN,
+    fast_at_ends,
+    make_agent,
+    more,
+    one_line,
+    read_events,
+    spaces_of,
+)
 
 import buffers
 import dqn_jax
 import per_dqn_jax
 import sac_jax
-from cleanreplay import checkpoints, disk, draws, offline, spaces
+from cleanreplay import checkpoints, disk, draws, offline
 from cleanreplay.vault import Vault
 
 ROWS = 30  # of the data
@@ -296,7 +304,7 @@ def test_a_dict_is_flattened_in_the_order_of_its_space(minari_folder):
     run = sac_jax.Run(env_id="environments:Reach-v0")
     args = sac_jax.Args(offline_data="minari:test/reach-v0")
     agent = make_agent(sac_jax, args, run)
-    entries = spaces.of_envs(partial(sac_jax.make_envs, args, run))["entries"]
+    entries = spaces_of(sac_jax, args, run)["entries"]
     steps = offline.of_minari(agent, args.offline_data, entries).storage
     seen = next(iter(dataset.iterate_episodes())).observations
     space = environments.Reach.observation_space

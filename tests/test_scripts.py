@@ -26,6 +26,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
+from cleanreplay import checkpoints
 
 SCRIPTS = {
     "dqn_jax": dqn_jax,
@@ -319,7 +320,7 @@ COLLECTOR = "    observation, valid = env_state\n    num_steps"
 def saved_steps():
     """The steps of the checkpoints of the only run in this folder."""
     (folder,) = Path("runs").iterdir()
-    return [int(path.name) for path in (folder / "checkpoints").iterdir()]
+    return checkpoints.steps_in(folder)
 
 
 @pytest.mark.parametrize(
