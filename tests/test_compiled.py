@@ -724,7 +724,7 @@ def test_a_complete_run_that_is_resumed_has_the_same_returns_and_is_evaluated_ag
         assert [step for step, _ in scalars["charts/SPS"]] == [32, 64]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "flags"), [SCRIPTS[0], more(*SCRIPTS[2])], ids=IDS[::2])
 def test_several_log_entries_of_one_call_are_those_of_a_call_for_each(module, flags, monkeypatch):
     """Each entry has its own step and values. No call is long, so that the next covers twice."""
