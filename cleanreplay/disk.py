@@ -26,7 +26,7 @@ from cleanreplay.errors import UsageError
 
 KEY, SUM = "cleanreplay", "crc32"  # of the metadata, whose values are texts
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-LARGE = 10_000_000  # bytes; arrays of checkpoints that are larger are compressed
+LARGE = 1_000_000  # bytes; arrays of checkpoints that are larger are compressed
 CHUNK_BYTES = 2**20  # at most; a chunk is compressed and written as a whole
 CHUNKS_AT_ONCE = 64  # that are in memory while a large array is written or read
 # With tensorstore's own locks a killed writer leaves a file that the next write of a chunk goes
