@@ -303,7 +303,7 @@ def test_the_package_imports_no_script():
 def test_a_run_with_a_checkpoint_imports_neither_orbax_nor_tensorstore(tmp_path):
     code = "import dqn_jax, sys\n"
     code += "run = dqn_jax.Run(eval_episodes=1)\n"
-    code += "args = dqn_jax.Args(total_timesteps=200, learning_starts=50, buffer_size=100)\n"
+    code += "args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8)\n"
     code += "_, _, folder = dqn_jax.train(args, run)\n"
     code += "assert (folder / 'checkpoints' / '200').is_dir()\n"
     code += "assert not {'orbax', 'tensorstore'} & set(sys.modules)"
