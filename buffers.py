@@ -1479,7 +1479,8 @@ def _after(x: Array, *read: PyTree) -> Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if leaf.size:
-            zero += (leaf.ravel()[0] != 0).astype(int32) >> 1  # XLA would simplify a literal 0
+            is_set = leaf.ravel()[0] != jnp.zeros((), leaf.dtype)
+            zero += is_set.astype(int32) >> 1  # XLA would simplify a literal 0
     return x + zero.astype(x.dtype)
 
 
