@@ -19,10 +19,11 @@ largest priority for new windows, no last reward as input, hyperparameters for s
 # dependencies = [
 #     "jax>=0.7,!=0.11.1", "jaxlib>=0.7,!=0.11.1", "flax>=0.11", "optax>=0.2.5",
 #     "gymnasium[classic-control]>=1.1", "numpy>=1.26", "tyro>=0.9.2", "tensorboard>=2.18",
-#     "tqdm>=4.66", "orbax-checkpoint>=0.11.15", "tensorstore>=0.1.72", "safetensors>=0.5",
+#     "tqdm>=4.66", "tensorstore>=0.1.72", "safetensors>=0.5",
 # ]
 # ///
 
+import importlib
 import json
 import math
 import re
@@ -446,11 +447,11 @@ def collect_rollout(agent: R2D2, envs, params, env_state: tuple, key, step: int)
 def train_loop(agent: R2D2, envs, log, key) -> State:
     """Learns from each rollout in a thread while the next one is collected. Returns the State."""
     init_key, act_key, learn_key = jax.random.split(key, 3)
-    state = log.begin(partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the one that is resumed
     params = jax.tree.map(jnp.copy, agent.policy_params(state))  # `state` will be overwritten
     train_step = jax.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
-    with log.saves_on_error(envs, log.first_step):
+    with log.saves_on_error(log.first_step):
         env_state = (*reset(envs, init_key, log.first_step), agent.no_memory(envs.num_envs))
         rollout, env_state = collect(params, env_state, step=log.first_step)
 
@@ -458,7 +459,7 @@ def train_loop(agent: R2D2, envs, log, key) -> State:
         for step in range(log.first_step, log.total, agent.steps_per_iteration):
             end = step + agent.steps_per_iteration
             learning = thread.submit(train_step, state, rollout, learn_key, step)
-            with log.saves_on_error(envs, end, learning.result):
+            with log.saves_on_error(end, learning.result):
                 next_rollout, env_state = collect(params, env_state, step=end)
             log.count_episodes(step, rollout)
             state, params, metrics = learning.result()
@@ -520,11 +521,15 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     how = {"context": "forkserver"} if mode == "async" else None  # a fork of JAX can hang
     make = partial(gym.make_vec, run.env_id, num_envs, wrappers=wrappers, **kwargs)
     warnings.filterwarnings("ignore", ".*AutoresetMode")  # the mode is checked below
+    module, _, name = run.env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)  # registers its environments
+    is_toy = str(gym.spec(name).vector_entry_point).startswith("gymnasium.envs.")
+    if mode is None and is_toy and num_envs < 4:  # those of Gymnasium are slow for a few
+        mode = "sync"
     envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
-    # Gymnasium's own vector versions are slow for few environments. It steps those written in JAX
-    # wrongly: where one resets, all others stand still.
-    is_toy = type(envs.unwrapped).__module__.startswith("gymnasium.envs.") and num_envs < 4
-    if mode is None and (is_toy or hasattr(envs.unwrapped, "func_env")):
+    if mode is None and hasattr(envs.unwrapped, "func_env"):
+        envs.close()  # it steps those written in JAX wrongly: where one resets, others stand still
         envs = make(vectorization_mode="sync")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
@@ -540,11 +545,6 @@ def reset(envs, key, step: int):
     seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
-
-
-def is_due(interval: int, step: int, end: int) -> bool:
-    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
-    return interval > 0 and end // interval > step // interval
 
 
 class Log(AbstractContextManager):
@@ -577,8 +577,8 @@ class Log(AbstractContextManager):
         # The class is looked up only now, because W&B has replaced it in its module.
         self.writer = writer or event_file_writer.EventFileWriter(str(self.folder), flush_secs=1)
 
-    def begin(self, init) -> State:
-        """Begins the run: the State of `init()`."""
+    def begin(self, envs, init) -> State:
+        """Begins the run in these environments. Returns the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
         names += ["save_experience", "her_fraction", "offline_data", "init_from", "sweep"]
         for flags in (self.run, self.args):
@@ -589,7 +589,7 @@ class Log(AbstractContextManager):
         self.open(first_step=0)
         return init()
 
-    def saves_on_error(self, envs, step: int, learned=None):
+    def saves_on_error(self, step: int, learned=None):
         """In `with`: if the environments fail, nothing is saved here."""
         return nullcontext()
 
@@ -606,7 +606,7 @@ class Log(AbstractContextManager):
     def end_iteration(self, end: int, state: State, params, metrics: dict) -> bool:
         """Logs what is due at step `end`. Returns whether the run is over."""
         is_last = end >= self.total or len(self.stop) > 0
-        if is_last or is_due(self.run.log_interval, end - self.steps_per_iteration, end):
+        if is_last or buffers.is_due(self.run.log_interval, end - self.steps_per_iteration, end):
             self.add_metrics(end, metrics)
         return is_last
 
@@ -622,7 +622,7 @@ class Log(AbstractContextManager):
             self.ended.clear()
         self.write(step, metrics)
         progress = f"return {self.mean_return():.2f}"
-        if self.bar.disable and is_due(self.total // 20, self.bar.n, step):
+        if self.bar.disable and buffers.is_due(self.total // 20, self.bar.n, step):
             print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
         self.bar.n = step
         self.bar.set_postfix_str(progress)
@@ -656,22 +656,22 @@ def train(args: Args, run: Run, stop: list | None = None):
     stop = [] if stop is None else stop
     name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**3}"
     folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
-    if cleanreplay:
-        cleanreplay.usage.check(args, run)
     make_more = partial(make_envs, args, run)
-    with closing(make_more(1)) as envs:
-        spaces = (envs.single_observation_space, envs.single_action_space)
-        more = cleanreplay.draws.options(args, envs) if cleanreplay else {}
+    first = cleanreplay.usage.check(args, run, make_more) if cleanreplay else make_more(1)
+    with closing(first):  # all that is to know of the environments is read from it
+        spaces = (first.single_observation_space, first.single_action_space)
+        more = cleanreplay.draws.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
-        jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(envs, run)
+        jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(first, run)
+        env_spaces: Any = cleanreplay and cleanreplay.spaces.of_envs(first)
     if jax_env:
         script = (make_agent, make_more, Log, __file__)
-        return cleanreplay.compiled.train(*script, jax_env, run, folder, stop)
+        return cleanreplay.compiled.train(*script, jax_env, env_spaces, run, folder, stop)
     agent = make_agent()
     log = Log(agent, run, folder, stop)
     experiment: Any = log
     if cleanreplay:
-        experiment = cleanreplay.experiment.Experiment(log, agent, make_more, __file__)
+        experiment = cleanreplay.experiment.Experiment(log, agent, make_more, __file__, env_spaces)
     with experiment, closing(make_more(args.num_envs, training=True)) as envs:
         state = train_loop(agent, envs, experiment, jax.random.PRNGKey(run.seed))
     return state, np.array([log.mean_return()]), folder

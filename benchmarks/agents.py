@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from machine import ROOT, table
 
-from cleanreplay import agent_file, checkpoints
+from cleanreplay import agent_file, disk, policies
 from cleanreplay.watch import play
 
 AGENTS = ROOT / "benchmarks" / "agents"
@@ -26,8 +26,8 @@ HEADS = ["agent", "flags", "steps", "return", "lowest", "highest", "kB"]
 
 def evaluate(file: Path, episodes: int) -> np.ndarray:
     """The returns [episodes] of an agent."""
-    script = ROOT / agent_file.read_about(file)["script"]
-    loaded = checkpoints.load_agent(file, script)
+    script = ROOT / agent_file.open_agent(file).about["script"]
+    loaded = policies.load_agent(file, script)
     agent, params, run = loaded.agent, loaded.params, replace(loaded.run, vectorization="sync")
     with closing(loaded.script.make_envs(loaded.args, run, 1)) as envs:
         played = [
@@ -39,8 +39,8 @@ def evaluate(file: Path, episodes: int) -> np.ndarray:
 
 def flags(file: Path) -> str:
     """The command that trained an agent: its script, and the flags that are no defaults."""
-    about = agent_file.read_about(file)
-    module = checkpoints.import_script(ROOT / about["script"])
+    about = agent_file.open_agent(file).about
+    module = policies.import_script(ROOT / about["script"])
     given = [about["script"]]
     for name, kind in {"run": module.Run, "args": module.Args}.items():
         for flag, default in vars(kind()).items():
@@ -61,17 +61,19 @@ def as_text(flag: str, value: Any) -> str:
 
 def store(file: Path) -> Path:
     """Copies an agent to benchmarks/agents. It names its script without a path, to be found."""
-    about, arrays = agent_file.read(file)
+    stored = agent_file.open_agent(file)
+    about = stored.about
     name = f"{about['run']['env_id']}__{about['run']['exp_name']}"
     copy = AGENTS / f"{re.sub('[/:]', '-', name)}.safetensors"
-    agent_file.write(copy, arrays, about | {"script": Path(about["script"]).name})
+    arrays = stored.read(stored.shapes)
+    disk.write(copy, arrays.items(), about | {"script": Path(about["script"]).name})
     return copy
 
 
 def row(file: Path, returns: np.ndarray) -> list[str]:
     """That of the table."""
     spread = f"{returns.mean():.1f} ± {returns.std(ddof=1):.1f}"
-    steps = f"{agent_file.read_about(file)['step']:,}"
+    steps = f"{agent_file.open_agent(file).about['step']:,}"
     ends = [f"{returns.min():.1f}", f"{returns.max():.1f}"]
     size = f"{file.stat().st_size / 1_000:.0f}"
     return [f"`{file.name}`", f"`{flags(file)}`", steps, spread, *ends, size]

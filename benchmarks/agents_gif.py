@@ -14,7 +14,7 @@ import PIL.Image
 import tyro
 from machine import ROOT
 
-from cleanreplay import agent_file, checkpoints
+from cleanreplay import agent_file, policies
 from cleanreplay.watch import make_drawn, play
 
 PICTURES_PER_SECOND = 15
@@ -22,9 +22,8 @@ PICTURES_PER_SECOND = 15
 
 def episode(agent: str, seed: int, size: int, count: int) -> list[np.ndarray]:
     """The first pictures [size, size, 3] of an episode, `count` of them."""
-    file = agent_file.find(agent)
-    script = ROOT / agent_file.read_about(file)["script"] if file else ""
-    loaded = checkpoints.load_agent(agent, script)
+    script = ROOT / agent_file.open_agent(agent_file.find(agent)).about["script"]
+    loaded = policies.load_agent(agent, script)
     envs, draw = make_drawn(loaded, "rgb_array")
     with closing(envs):
         every = max(1, round(envs.metadata.get("render_fps", 15) / PICTURES_PER_SECOND))

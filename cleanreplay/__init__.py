@@ -1,9 +1,11 @@
-"""What a script can do with this package and not without it. A module is imported at its first use.
+"""Does for a script what it cannot do alone. A module is imported at its first use.
 
     experiment    a run that is saved, resumed, evaluated and recorded
-    keeper        the folder of a run: its flags, its lock, what is saved, how it ends
-    checkpoints   saves and restores the state of training, and loads trained agents
-    agent_file    an agent in one file, which can be read without this package
+    run_folder    owns the folder of a run: its lock, flags, what is saved, its end
+    checkpoints   saves and restores the state of training
+    agent_file    saves the best agent in one file, which can be read without this package
+    policies      loads trained agents
+    disk          stores arrays by their names
     watch         shows a trained agent, as a program
     usage         errors in flags, and the flags of a run that is resumed
     tracking      flags in TensorBoard, Weights & Biases, where a run comes from
@@ -15,7 +17,6 @@
     draws         batches with other goals (goals) and with data that were there before (offline)
     success       which episodes succeeded, in environments that say it
     spaces        the spaces that an agent is made for
-    trees         names, shapes and checksums of the arrays of a pytree
     memory_tasks  two environments that take memory
     bit_flipping  an environment with goals
 
@@ -25,6 +26,7 @@ algorithm is the protocol `Agent` in `agents`.
 
 import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,27 +42,23 @@ if TYPE_CHECKING:
         experiment,
         images,
         packed,
+        spaces,
         success,
         usage,
         vault,
     )
 
-MODULES = (
-    "checkpoints",
-    "compiled",
-    "draws",
-    "experiment",
-    "images",
-    "packed",
-    "success",
-    "usage",
-    "vault",
-)
+__version__ = "0.3.0"
+
+# Names that programs of users import from here, and the modules that have them.
+PUBLIC = {"read_flags": "usage", "play_episodes": "experiment", "Trainer": "compiled"}
 
 
 def __getattr__(name: str) -> Any:
-    """A module of this package, at its first use: to import Orbax takes a second."""
-    if name not in MODULES:
+    """Imports a module of this package, or one of PUBLIC, at its first use."""
+    if name in PUBLIC:
+        return getattr(importlib.import_module(f"cleanreplay.{PUBLIC[name]}"), name)
+    if find_spec(f"cleanreplay.{name}") is None:
         raise AttributeError(f"cleanreplay has no {name}")
     return importlib.import_module(f"cleanreplay.{name}")
 
@@ -73,6 +71,6 @@ def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.
     `policy(observations, is_first)`. `script` is the file that trained it, if it was moved.
     UsageError if the agent or the script is not there, or does not fit.
     """
-    from cleanreplay import checkpoints
+    from cleanreplay import policies
 
-    return checkpoints.load_policy(place, script)
+    return policies.load_policy(place, script)

@@ -1,57 +1,53 @@
-"""An agent in one file: `best.safetensors`, which NumPy, torch and JAX can read without this code.
+"""Saves the best agent of a run in one file, and finds and reads agents.
 
-The file has the arrays that the policy needs. Their names are those that they have in the State of
-the algorithm, such as params/params/Dense_0/kernel. Its metadata say all that args.json says of the
-run, so that the file alone is an agent.
+`best.safetensors` has the leaves of the State that the policy needs, by the names that they have in
+a checkpoint, such as params/params/Dense_0/kernel. It tells all that args.json tells of the run, so
+that the file alone is an agent.
 """
 
-import json
 import math
-from functools import cached_property
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from tqdm import tqdm
 
-from cleanreplay import files, trees
+from cleanreplay import checkpoints, disk
 from cleanreplay.agents import Agent
 from cleanreplay.errors import UsageError
+from cleanreplay.processes import of_first
 
 NAME = "best.safetensors"
-KEY = "cleanreplay"  # of the metadata, whose values are texts
-FORMAT = 1
 KEY_SHAPE = jax.ShapeDtypeStruct((2,), np.uint32)  # of a random key
 
 
 class BestAgent:
-    """The file of the agent that did best in the evaluations of a run.
+    """Writes the file of the agent that did best in the evaluations of a run.
 
     Args:
       folder: that of the run.
-      agent: an `agents.Agent`.
-      about: what args.json says.
-      score: of the best agent of an old version. Only a higher one is saved.
+      about: what args.json has.
     """
 
-    def __init__(self, folder: Path, agent: Agent, about: dict, score: float = -math.inf) -> None:
+    def __init__(self, folder: Path, about: dict) -> None:
         self.file = folder / NAME
-        self.agent = agent
         self.about = about
-        self.score = score
+        self.score = -math.inf  # of the best agent
         self.step = 0
         if self.file.exists():
-            before = read_about(self.file)
+            before = open_agent(self.file).about
             self.score, self.step = before["return"], before["step"]
 
     def save_if_better(
-        self, step: int, params: Any, score: float, own: dict[str, Any] | None = None
+        self, step: int, leaves: dict[str, Any], score: float, own: dict[str, Any] | None = None
     ) -> None:
-        """Writes these parameters of `act`, unless earlier ones had this score or a higher one.
+        """Writes `policy_leaves` of an agent, unless an earlier one had this score or a higher one.
 
-        Those of the step of the file are not written again: a second evaluation may be luckier.
+        The agent of the step of the file is not written again: a second evaluation may be luckier.
         `own` are the flags of the algorithm in which this agent differs from args.json.
         """
         if not math.isfinite(score) or score <= self.score or step == self.step:
@@ -59,113 +55,156 @@ class BestAgent:
         self.score, self.step = float(score), step
         own = own or {}
         about = self.about | {"args": self.about["args"] | own, "own": own}
-        arrays = dict(zip(self.names, jax.tree.leaves(params), strict=True))
-        write(self.file, arrays, about | {"step": step, "return": self.score})
-
-    @cached_property
-    def names(self) -> list[str]:
-        """Those of the arrays: to find them takes longer than to write them."""
-        return policy_names(self.agent)
+        about |= {"step": step, "return": self.score, "is_whole": False, "num_agents": None}
+        disk.write(self.file, leaves.items(), about)
 
 
-def write(file: Path, arrays: dict[str, Any], about: dict) -> None:
-    """Writes an agent: the whole file, or nothing."""
-    arrays = {name: np.asarray(x, order="C") for name, x in arrays.items()}
-    about = about | {"format": FORMAT, "checksums": trees.checksums(arrays)}
-    files.write_whole(file, save(arrays, metadata={KEY: json.dumps(about)}))
+def find(place: Path | str) -> Path:
+    """Finds the file of an agent: `place` itself, or in the folder of a run the best agent.
 
-
-def read_about(file: Path | str) -> dict:
-    """What the file of an agent says of it: as args.json, with its `step` and its `return`.
-
-    UsageError if it is damaged, or no agent.
+    Without one it is the newest checkpoint. UsageError if there is no checkpoint, either.
     """
-    return read(file, with_arrays=False)[0]
+    for file in (Path(place), Path(place, NAME)):
+        if file.is_file():
+            return file
+    return checkpoints.newest(Path(place))
 
 
-def read(file: Path | str, with_arrays: bool = True) -> tuple[dict, dict[str, np.ndarray]]:
-    """What the file of an agent says of it, and its arrays by their names.
+def open_agent(file: Path | str) -> disk.Stored:
+    """Opens the file of an agent, or of a checkpoint. UsageError if it is damaged, or neither."""
+    try:
+        return disk.open_file(Path(file))
+    except (OSError, ValueError) as error:
+        raise UsageError(cannot_be_read(file, error)) from error
 
-    UsageError if it is damaged, or no agent.
+
+def read_leaves(stored: disk.Stored, wanted: dict, known: Iterable[str], what: str) -> dict:
+    """Reads leaves by their names in the State; of several agents [num_agents, ...].
+
+    Args:
+      stored: a file that was opened.
+      wanted: names, and shapes of one agent.
+      known: the names of all leaves of a State.
+      what: begins the text of an error.
+
+    UsageError if a leaf is missing there or here, has another shape, or is damaged.
+    """
+    has_several = stored.about["num_agents"] is not None
+    prefix = "agent/" if has_several else ""
+    fields = {name.partition("/")[0] for name in wanted}
+    there = {
+        name.removeprefix(prefix): shape[has_several:]
+        for name, shape in stored.shapes.items()
+        if name.startswith(prefix)
+    }
+    compared = {
+        name: shape
+        for name, shape in there.items()
+        if name in wanted or (name not in known and name.partition("/")[0] in fields)
+    }
+    disk.check_shapes(what, compared, wanted)
+    try:
+        found = stored.read([prefix + name for name in wanted])
+    except (OSError, ValueError) as error:
+        raise UsageError(cannot_be_read(stored.file, error)) from error
+    return {name: found[prefix + name] for name in wanted}
+
+
+def first_left(about: dict) -> tuple[int | None, dict]:
+    """Returns the number of the first agent of a file whose numbers are finite, and its own flags.
+
+    The number is None if the file has one agent, without an axis for it.
+    """
+    if about["num_agents"] is None:
+        return None, about["own"]
+    first = min(set(range(about["num_agents"])) - set(about["lost"]))
+    return first, {name: values[first] for name, values in about["swept"].items()}
+
+
+def cannot_be_read(file: Path | str, error: Exception) -> str:
+    """Returns what an error tells about a file that cannot be read."""
+    reason = checkpoints.first_line(error)
+    if checkpoints.is_of_the_machine(error):
+        return f"{file} cannot be read now: {reason}"
+    how = "copy it again"
+    if Path(file).name == NAME:
+        how += ", or delete it to load the newest checkpoint of the run"
+    return f"{file} is damaged, or no agent ({reason}): {how}"
+
+
+def policy_leaves(agent: Agent) -> dict[str, tuple]:
+    """Returns the names and shapes of the leaves of a State that `policy_params` uses."""
+    state = jax.eval_shape(agent.init, KEY_SHAPE)
+    program = jax.make_jaxpr(agent.policy_params)(state).jaxpr
+    used = {id(x) for step in program.eqns for x in step.invars} | set(map(id, program.outvars))
+    leaves = zip(disk.by_name(state).items(), program.invars, strict=True)
+    return {name: like.shape for (name, like), x in leaves if id(x) in used}
+
+
+def policy_params(agent: Agent, found: dict[str, np.ndarray]) -> Any:
+    """Computes the parameters of `act` from the leaves that `policy_leaves` names."""
+    state = jax.eval_shape(agent.init, KEY_SHAPE)
+    leaves = [
+        jnp.asarray(found[name], like.dtype) if name in found else like
+        for name, like in disk.by_name(state).items()
+    ]
+    return agent.policy_params(jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
+def start_from(source: str, state: Any, agent: Any) -> Any:
+    """Begins a State, or RunnerState of compiled.py, with what another agent has learned.
+
+    Args:
+      source: the file of an agent, or the folder of a run, of which the newest checkpoint is taken.
+        Of several agents there the first is taken by the first here, and so on; of too few all in
+        turn.
+      state: a new one.
+      agent: whose `learned` names what is taken.
+
+    UsageError if a leaf has another shape, or cannot be read.
+    """
+    before = getattr(state, "agent", state)
+    for_several = before is not state
+    found, about = of_first(partial(read_learned, source, before, agent, for_several))
+    has_several = about["num_agents"] is not None
+
+    def fitting(like: jax.Array, x: np.ndarray) -> jax.Array:
+        x = x if has_several else x[None]
+        rows = np.arange(len(like)) % len(x) if for_several else 0
+        return jax.device_put(x[rows].astype(like.dtype), like.sharding)
+
+    leaves = disk.by_name(before)
+    taken = [fitting(x, found[name]) if name in found else x for name, x in leaves.items()]
+    after = jax.tree.unflatten(jax.tree.structure(before), taken)
+    tqdm.write(f"starts from {source}, as it was after {about['step']:,} steps")
+    return state._replace(agent=after) if for_several else after
+
+
+def read_learned(source: str, state: Any, agent: Any, for_several: bool) -> tuple[dict, dict]:
+    """Reads what another agent has learned, by the names of leaves, and what is known about it.
+
+    From a checkpoint it is all that `learned` names, and from the file of an agent what its policy
+    needs: a leaf that is a copy at the start of a run, as in a target network, is a copy again.
     """
     try:
-        with safe_open(file, framework="numpy") as opened:
-            text = (opened.metadata() or {}).get(KEY)
-            about: dict[str, Any] = json.loads(text) if text else {"format": 0}
-            check_format(file, about["format"])
-            keys = opened.keys() if with_arrays else ()
-            arrays = {name: opened.get_tensor(name) for name in keys}
-        if with_arrays:
-            trees.check_sums(arrays, about["checksums"])
-    except (SafetensorError, ValueError) as error:
-        how = "copy it again"
-        if Path(file).name == NAME:
-            how += ", or delete it to load the newest checkpoint of the run"
-        raise UsageError(f"{file} is damaged, or no safetensors ({error}): {how}") from error
-    return about, arrays
-
-
-def check_format(file: Path | str, version: int) -> None:
-    """Raises UsageError if a file of safetensors is no agent, or one that is too new."""
-    if version == 0:
-        raise UsageError(f"{file} is no agent: CleanReplay did not write it")
-    if version > FORMAT:
-        text = f"{file} has format {version}, and here formats up to {FORMAT} are known"
-        raise UsageError(f"{text}: update cleanreplay")
-
-
-def find(place: Path | str) -> Path | None:
-    """The file of an agent: `place` itself, or that in the folder of a run if there is one."""
-    file = Path(place, NAME) if Path(place).is_dir() else Path(place)
-    return file if file.is_file() else None
-
-
-def read_params(file: Path, agent: Agent) -> Any:
-    """The parameters of `act` of an agent. UsageError if they are of another network."""
-    _, found = read(file)
-    shapes = jax.eval_shape(lambda key: agent.policy_params(agent.init(key)), KEY_SHAPE)
-    here = dict(zip(policy_names(agent), jax.tree.leaves(shapes), strict=True))
-    check_like(f"{file} is of another script or version", found, here)
-    leaves = [jax.numpy.asarray(found[name]) for name in here]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-
-def read_into_state(file: Path, agent: Agent) -> dict[str, np.ndarray]:
-    """The arrays of an agent by the names of the leaves of a State that begins with them.
-
-    A leaf that is a copy at the start of a run is a copy again, as in a target network.
-    """
-    _, found = read(file)
-    like = trees.by_name(jax.eval_shape(agent.init, KEY_SHAPE), "/")
-    names = policy_names(agent)
-    computed = [name for name in names if name not in like]
-    if computed:
-        what = f"`policy_params` computes {computed[0]}, which is not in the State"
-        raise UsageError(f"init_from: {what}: begin with the folder of the run")
-    here = {name: like[name] for name in names}
-    check_like(f"init_from: {file} is of another network or script", found, here)
-    taken = {name: found.get(original) for name, original in copies(agent, list(like)).items()}
-    return found | {name: x for name, x in taken.items() if x is not None}
-
-
-def check_like(what: str, found: dict, here: dict) -> None:
-    """Raises UsageError if arrays have other names or shapes than here."""
-    there, expected = ({name: x.shape for name, x in tree.items()} for tree in (found, here))
-    trees.check_shapes(what, there, expected)
-
-
-def policy_names(agent: Agent) -> list[str]:
-    """A name for each leaf of `policy_params`: that of the leaf of the State which it is."""
-    state = jax.eval_shape(agent.init, KEY_SHAPE)
-    program, shapes = jax.make_jaxpr(agent.policy_params, return_shape=True)(state)
-    inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
-    known = dict(zip(map(id, inputs), trees.names(state, "/"), strict=True))
-    own = trees.names(shapes, "/")  # of what `policy_params` computes
-    return [known.get(id(x), name) for x, name in zip(outputs, own, strict=True)]
+        file = Path(source) if Path(source).is_file() else checkpoints.newest(Path(source))
+        stored = open_agent(file)
+        leaves = {name: x.shape[for_several:] for name, x in disk.by_name(state).items()}
+        if not stored.about["is_whole"]:
+            wanted = policy_leaves(agent)
+        else:
+            wanted = {name: leaves[name] for name in disk.names(agent.learned(state))}
+        found = read_leaves(stored, wanted, leaves, f"{file} is of another network or script")
+    except UsageError as error:
+        raise UsageError(f"init_from: {error}") from error
+    if not stored.about["is_whole"]:
+        originals = copies(agent, list(leaves)).items()
+        found |= {name: found[original] for name, original in originals if original in found}
+    return found, stored.about
 
 
 def copies(agent: Agent, names: list[str]) -> dict[str, str]:
-    """The leaves of a new State that are copies of others, by their names: the others' names."""
+    """Returns the leaves of a new State that are copies of others, by their names: the others'."""
     outputs = jax.make_jaxpr(agent.init)(KEY_SHAPE).jaxpr.outvars
     first: dict[int, str] = {}
     pairs = [(name, first.setdefault(id(x), name)) for name, x in zip(names, outputs, strict=True)]

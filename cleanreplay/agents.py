@@ -1,4 +1,4 @@
-"""What this package asks of an algorithm, and of a script."""
+"""Defines what this package asks of an algorithm, and of a script."""
 
 import inspect
 from collections.abc import Callable

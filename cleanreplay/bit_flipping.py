@@ -1,4 +1,4 @@
-"""Bit flipping, in JAX: N bits, each action flips one, and the goal is N other bits.
+"""Flips bits, in JAX: there are N, each action flips one, and the goal is N other bits.
 
 Andrychowicz et al. 2017, arXiv 1707.01495, section 3.1; here an episode ends at its goal.
 `--env-id cleanreplay.bit_flipping:BitFlipping15-v0` imports this module, which registers

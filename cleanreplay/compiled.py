@@ -1,4 +1,4 @@
-"""Training in environments written in JAX: many seeds, devices and hosts in one compiled program.
+"""Trains in environments written in JAX: many seeds, devices and hosts in one compiled program.
 
 A script calls `train` of this module if `find_jax_env` finds that its environment is a `FuncEnv` of
 Gymnasium, that is pure functions in JAX. Environment, replay and learning become one program:
@@ -33,12 +33,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from cleanreplay import files, images, offline, processes, spaces, usage
+import buffers
+from cleanreplay import disk, images, offline, processes
 from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
 from cleanreplay.errors import NotFiniteError, UsageError
-from cleanreplay.experiment import check_metrics, is_due, log_returns, play_episodes
-from cleanreplay.keeper import Keeper
+from cleanreplay.experiment import check_metrics, log_returns, play_episodes
 from cleanreplay.packed import pack
+from cleanreplay.run_folder import RunFolder, are_finite
 from cleanreplay.sweep import Sweep, replace_args
 
 MAX_ENTRIES = 100  # log entries in one call of the compiled program
@@ -298,11 +299,6 @@ class Entry(NamedTuple):
     finite: Array  # [3] bool, whether all rewards, observations and parameters are
 
 
-def are_finite(tree: Any) -> Array:
-    """Whether all numbers are finite: [] bool."""
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
-
-
 def count_episodes(runner: RunnerState, rollout: Any) -> RunnerState:
     """Adds the steps of a rollout [S, N] to the returns and lengths of their episodes."""
 
@@ -356,7 +352,9 @@ class Trainer:
         self.take_agent = jax.jit(
             lambda params, i: jax.tree.map(lambda x: x[i], params), out_shardings=self.replicated
         )
-        self.which_are_finite = jax.jit(jax.vmap(are_finite), out_shardings=self.replicated)
+        self.which_are_finite = jax.jit(
+            jax.vmap(partial(are_finite, xp=jnp)), out_shardings=self.replicated
+        )
         self.sweep.check(self.first_entry)
 
     def place_agent(self, make_agent: Callable) -> None:
@@ -441,7 +439,7 @@ class Trainer:
         learned = self.agent.train_step(runner.agent, rollout, learn_key, step, **more)
         agent, _, metrics, *_ = learned
         rewards_and_observations = (rollout.reward, (rollout.observation, observation))
-        finite = jnp.stack([are_finite(x) for x in rewards_and_observations])
+        finite = jnp.stack([are_finite(x, jnp) for x in rewards_and_observations])
         runner = count_episodes(runner._replace(agent=agent, envs=envs), rollout)
         return runner, (metrics, finite, info)
 
@@ -462,7 +460,7 @@ class Trainer:
             said = jnp.isfinite(x)
             mean = jnp.sum(x, where=said) / jnp.maximum(said.sum(), 1)
             metrics[tag] = jnp.where(said.any(), mean, jnp.inf)
-        params = are_finite(self.agent.policy_params(runner.agent))
+        params = are_finite(self.agent.policy_params(runner.agent), jnp)
         return runner, Entry(metrics, runner.finished, jnp.append(finite.all(axis=0), params))
 
     def run_entries(self, runner: RunnerState, step: Array, num_entries: Array) -> tuple:
@@ -537,7 +535,9 @@ def recent_returns(entries: deque, before: Any) -> np.ndarray:
     return np.where(total[:, 0] > 0, total[:, 1] / np.maximum(total[:, 0], 1), before)
 
 
-def check_finite(entries: Entry, step: int, interval: int, keeper: Keeper, sweep: Sweep) -> None:
+def check_entries(
+    entries: Entry, step: int, interval: int, run_folder: RunFolder, sweep: Sweep
+) -> None:
     """Raises NotFiniteError for the first entry [num_agents, entries] that is not finite.
 
     The entries are those of a call that began at `step`. In a sweep the other agents go on, until
@@ -548,10 +548,10 @@ def check_finite(entries: Entry, step: int, interval: int, keeper: Keeper, sweep
             continue
         sweep.lost.add(agent)
         begin = step + entry * interval
-        text = f"{keeper.folder}: diverged, parameters are not finite"
+        text = f"{run_folder.path}: diverged, parameters are not finite"
         if what < 2:
             name = ("reward", "observation")[what]
-            text = f"{keeper.run.env_id}: the {name} is not finite"
+            text = f"{run_folder.run.env_id}: the {name} is not finite"
         text += f": {sweep.label(agent)}, between steps {begin:,} and {begin + interval:,}"
         if len(sweep.lost) == len(sweep) or not sweep.values:
             raise NotFiniteError(text)
@@ -578,7 +578,7 @@ def evaluate_agents(
     runner: RunnerState,
     step: int,
     logs: list,
-    keeper: Keeper,
+    run_folder: RunFolder,
     make_envs: Callable,
 ) -> None:
     """Logs the returns of an evaluation, keeps the best agent, records a video of the first."""
@@ -595,43 +595,46 @@ def evaluate_agents(
         of_best = f", the best {scores[best]:.2f} with {trainer.sweep.label(best)}"
         tqdm.write(line + of_best if run.sweep else line)
         _, values = trainer.sweep.flags(best)
-        keeper.save_if_best(step, trainer.take_agent(params, best), scores[best], values)
+        part = trainer.take_agent(run_folder.policy_part(runner.agent), best)
+        run_folder.save_if_best(step, part, scores[best], values)
     for i, log in enumerate(logs):
         log.at_evaluation(step, trainer.take_agent(params, i), returns[i])
     if run.capture_video:
         first, values = trainer.take_agent((params, runner.values), 0)
-        with closing(make_envs(1, f"{keeper.folder}/videos/{step}")) as envs:
-            play_episodes(trainer.of(values).agent, run, first, envs, keeper.stop)
+        with closing(make_envs(1, f"{run_folder.path}/videos/{step}")) as envs:
+            play_episodes(trainer.of(values).agent, run, first, envs, run_folder.stop)
 
 
-def open_logs(trainer: Trainer, keeper: Keeper, make_log: Callable, returns: np.ndarray) -> list:
+def open_logs(
+    trainer: Trainer, run_folder: RunFolder, make_log: Callable, returns: np.ndarray
+) -> list:
     """The `Log` of each agent in its folder. The first one shows the progress."""
     logs: list = []
     is_first_process = jax.process_index() == 0
     for i, before in enumerate(returns):
-        folder = trainer.sweep.folder(keeper.folder, i)
-        log: Log = make_log(trainer.agent, keeper.run, folder, keeper.stop)
+        folder = trainer.sweep.folder(run_folder.path, i)
+        log: Log = make_log(trainer.agent, run_folder.run, folder, run_folder.stop)
         writer = None if is_first_process else processes.NoWriter()
         quiet = None if is_first_process and i == 0 else True
-        log.open(keeper.first_step, [before], quiet, writer)
-        run_flags, args_flags = write_own_flags(trainer.sweep, keeper, folder, i)
-        keeper.write_header(log.writer, run_flags | args_flags)
+        log.open(run_folder.first_step, [before], quiet, writer)
+        run_flags, args_flags = write_own_flags(trainer.sweep, run_folder, folder, i)
+        run_folder.write_header(log.writer, run_flags | args_flags)
         logs.append(log)
     return logs
 
 
-def write_own_flags(sweep: Sweep, keeper: Keeper, folder: Path, i: int) -> tuple[dict, dict]:
+def write_own_flags(sweep: Sweep, run_folder: RunFolder, folder: Path, i: int) -> tuple[dict, dict]:
     """Writes args.json of agent `i` to its folder, if this is not that of the run.
 
     Returns the flags of the experiment and of the algorithm in which it differs from the run.
     """
-    if folder == keeper.folder:
+    if folder == run_folder.path:
         return {}, {}
     run_flags, args_flags = sweep.flags(i)
     if jax.process_index() == 0:
-        about = usage.read_run(keeper.folder)
+        about = run_folder.about
         flags = {"run": about["run"] | run_flags, "args": about["args"] | args_flags}
-        files.write_whole(folder / "args.json", usage.to_json(about | flags).encode())
+        disk.write_whole(folder / "args.json", disk.to_json(about | flags).encode())
     return run_flags, args_flags
 
 
@@ -641,6 +644,7 @@ def train(
     make_log: Callable[..., Any],
     script: str,
     jax_env: Any,
+    env_spaces: dict,
     run: Any,
     folder: Path,
     stop: list,
@@ -654,23 +658,22 @@ def train(
       make_log: makes an `agents.Log`, the `Log` of an agent in a folder.
       script: the file that trains.
       jax_env: what `find_jax_env` found.
+      env_spaces: see `spaces.of_envs`.
       run, folder, stop: flags of the experiment, its folder, and the signals that end it.
     """
     trainer = Trainer(make_agent, jax_env, run)
-    if run.capture_video:
-        images.check_video(make_envs)
     check_flags(trainer.args, run, len(trainer.sweep))
     kept_run = replace(run, distributed="", track=run.track and jax.process_index() == 0)
-    folder = processes.same_folder(folder)
-    keeper = Keeper(trainer.agent, kept_run, folder, script, stop, spaces.of_envs(make_envs))
-    with keeper, ExitStack() as stack:
-        runner = keeper.begin(trainer.init, on_resume=lambda runner: runner)
-        keeper.write_experience(runner.agent)
-        returns = np.array(keeper.recent_returns or [math.nan] * len(trainer.sweep))
-        logs = open_logs(trainer, keeper, make_log, returns)
+    folder = processes.of_first(lambda: folder)
+    run_folder = RunFolder(trainer.agent, kept_run, folder, script, stop, env_spaces)
+    with run_folder, ExitStack() as stack:
+        runner = run_folder.begin(trainer.init, on_resume=lambda runner: runner)
+        run_folder.write_experience(runner.agent)
+        returns = np.array(run_folder.recent_returns or [math.nan] * len(trainer.sweep))
+        logs = open_logs(trainer, run_folder, make_log, returns)
         for log in logs:
             stack.push(log.__exit__)
-        runner, returns = train_loop(trainer, runner, returns, logs, keeper, make_envs)
+        runner, returns = train_loop(trainer, runner, returns, logs, run_folder, make_envs)
     returns[list(trainer.sweep.lost)] = np.nan
     for i, mean_return in enumerate(returns):
         label = trainer.sweep.label(i)
@@ -683,16 +686,18 @@ def train_loop(
     runner: RunnerState,
     returns: np.ndarray,
     logs: list,
-    keeper: Keeper,
+    run_folder: RunFolder,
     make_envs: Callable,
 ) -> tuple[RunnerState, np.ndarray]:
     """Calls the compiled program until the end: the RunnerState, and mean returns [num_agents]."""
-    run, stop = trainer.run, keeper.stop
+    run, stop = trainer.run, run_folder.stop
     total = trainer.args.total_timesteps
     run_entries = trainer.compile(runner)
-    evaluate = partial(evaluate_agents, trainer, logs=logs, keeper=keeper, make_envs=make_envs)
+    evaluate = partial(
+        evaluate_agents, trainer, logs=logs, run_folder=run_folder, make_envs=make_envs
+    )
     finished: deque = deque(maxlen=1_000)  # of each log entry, the newest first
-    end = keeper.first_step
+    end = run_folder.first_step
     if end >= total:  # a complete run is only evaluated
         evaluate(runner, end)
     while end < total:
@@ -709,16 +714,18 @@ def train_loop(
         logs[0].recent_returns.clear()
         logs[0].recent_returns.extend(returns)
         log_entries(logs, step, trainer.interval, entries, seconds)
-        check_finite(entries, step, trainer.interval, keeper, trainer.sweep)
-        keeper.write_experience(runner.agent)
+        check_entries(entries, step, trainer.interval, run_folder, trainer.sweep)
+        run_folder.write_experience(runner.agent)
         is_interrupted = processes.any_process(len(stop) > 0)
         if is_interrupted and not stop:  # the signal came to another process
             stop.append(signal.SIGTERM)
         is_last = is_interrupted or end >= total
-        if is_last or is_due(run.checkpoint_interval, step, end):
-            keeper.save(end, runner, trainer.first_params(runner), list(returns))
+        if is_last or buffers.is_due(run.checkpoint_interval, step, end):
+            run_folder.save(
+                end, runner, trainer.first_params(runner), list(returns), **trainer.sweep.about()
+            )
         if is_interrupted:
             break
-        if is_last or is_due(run.eval_interval, step, end):
+        if is_last or buffers.is_due(run.eval_interval, step, end):
             evaluate(runner, end)
     return runner, returns

@@ -1,7 +1,7 @@
-"""The batches of --her-fraction and --offline-data: a function `draw` for an agent."""
+"""Samples the batches of --her-fraction and --offline-data: `draw` of an agent."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import jax
@@ -12,32 +12,44 @@ import buffers
 from cleanreplay import goals
 
 
-def options(args: Any, envs: gym.vector.VectorEnv) -> dict[str, Callable]:
-    """Arguments of an agent for environments such as `envs`: {"draw": ...}, or {} without flags.
+class Draw(NamedTuple):
+    """Samples a batch, as `draw(replay, state, key, batch_size)`, where `state` is a State."""
 
-    UsageError if the environments have no goals, and --her-fraction asks for them.
-    """
-    has_goals = getattr(args, "her_fraction", 0) > 0
-    if not has_goals and not getattr(args, "offline_data", ""):
-        return {}
-    relabel = goals.hindsight(args, envs) if has_goals else None
+    args: Any  # flags of the algorithm
+    relabel: Callable | None  # of `goals.hindsight`
+    close: Callable[[], None]  # ends what was made for it
 
-    def windows(replay: Any, state: Any, key: Array, count: int) -> buffers.Sample:
+    def windows(self, replay: Any, state: Any, key: Array, count: int) -> buffers.Sample:
+        """Samples windows of one replay, part of them with other goals."""
         sample = replay.sample(state, key, count)
-        return relabel(replay, state, sample, jax.random.fold_in(key, 0)) if relabel else sample
+        if self.relabel is None:
+            return sample
+        return self.relabel(replay, state, sample, jax.random.fold_in(key, 0))
 
-    def draw(replay: Any, state: Any, key: Array, batch_size: int) -> buffers.Sample:
-        """Windows of the replay, and then those of the data, whose indices are -1."""
-        if not args.offline_data:
-            return windows(replay, state.replay, key, batch_size)
-        count = round(args.offline_fraction * batch_size)
-        sample = windows(replay, state.replay, key, batch_size - count)
+    def __call__(self, replay: Any, state: Any, key: Array, batch_size: int) -> buffers.Sample:
+        """Samples windows of the replay, and then those of the data, whose indices are -1."""
+        if not self.args.offline_data:
+            return self.windows(replay, state.replay, key, batch_size)
+        count = round(self.args.offline_fraction * batch_size)
+        sample = self.windows(replay, state.replay, key, batch_size - count)
         rows, num_envs = state.offline.storage.valid.shape
         data = buffers.uniform_replay(
             rows * num_envs, num_envs=num_envs, sequence_length=replay.window
         )
-        more = windows(data, state.offline, jax.random.fold_in(key, 2), count)
+        more = self.windows(data, state.offline, jax.random.fold_in(key, 2), count)
         more = more._replace(indices=jnp.full_like(more.indices, -1))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), sample, more)
 
-    return {"draw": draw}
+
+def options(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> dict[str, Draw]:
+    """Returns arguments of an agent for environments such as `envs`: {"draw": ...}, or {}.
+
+    `make_envs(1)` makes one for goals that JAX cannot trace. UsageError if the environments have no
+    goals, and --her-fraction asks for them.
+    """
+    has_goals = getattr(args, "her_fraction", 0) > 0
+    if not has_goals and not getattr(args, "offline_data", ""):
+        return {}
+    if not has_goals:
+        return {"draw": Draw(args, None, lambda: None)}
+    return {"draw": Draw(args, *goals.hindsight(args, envs, make_envs))}

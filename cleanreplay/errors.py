@@ -1,4 +1,4 @@
-"""Errors that the command line prints as one line, without a traceback."""
+"""Defines the errors that the command line prints as one line, without a traceback."""
 
 
 class UsageError(Exception):

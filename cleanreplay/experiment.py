@@ -1,7 +1,7 @@
-"""A run that lasts: the `Log` of a script, and saving, resuming, evaluating and recording."""
+"""Saves, resumes, evaluates and records a run whose environments are stepped from Python."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from cleanreplay import images, spaces
+import buffers
 from cleanreplay.agents import Agent, Log
 from cleanreplay.errors import NotFiniteError, UsageError
-from cleanreplay.keeper import Keeper, check_finite
+from cleanreplay.run_folder import RunFolder, check_finite
 from cleanreplay.success import Successes, rate
 
 ENDED = (
@@ -24,68 +24,81 @@ STATISTICS: dict = {"episodic_return": np.mean, "median": np.median, "min": np.m
 
 
 class Experiment(AbstractContextManager):
-    """Has the methods of a script's `Log`, and stands in its place.
+    """Has the methods of a script's `Log`, and also saves, resumes and evaluates.
 
     Args:
-      log: writes the charts.
+      log: writes the charts. What is not here is looked up there.
       agent: the algorithm.
       make_envs: makes as many environments as it is told, with a folder for a video or without.
       script: the file that trains.
+      env_spaces: see `spaces.of_envs`.
     """
 
-    def __init__(self, log: Log, agent: Agent, make_envs: Callable, script: str) -> None:
+    def __init__(
+        self, log: Log, agent: Agent, make_envs: Callable, script: str, env_spaces: dict
+    ) -> None:
         self.log = log
         self.agent = agent
         self.run = log.run
         self.make_envs = make_envs
-        self.learned: tuple = ()  # the State and the parameters of the last iteration
-        self.successes: list = []  # of episodes that ended, and are not counted yet
-        self.counted: list = []  # those that are to be logged
-        if self.run.capture_video:
-            images.check_video(make_envs)
+        self.run_folder = RunFolder(agent, log.run, log.folder, script, log.stop, env_spaces)
         self.on_exit = ExitStack()
-        env_spaces = spaces.of_envs(make_envs)
-        self.keeper = Keeper(agent, self.run, log.folder, script, log.stop, env_spaces)
+        self.envs: Any = None  # those that train
+        self.learned: tuple = ()  # the State and the parameters of the last iteration
+        self.counted: list = []  # successes that are to be logged
 
-    first_step = property(lambda self: self.log.first_step)
-    total = property(lambda self: self.log.total)
-    writer = property(lambda self: self.log.writer)
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the `Log` has, such as `write` and `first_step`."""
+        return getattr(self.log, name)
 
     def __enter__(self) -> "Experiment":
-        self.on_exit.enter_context(self.keeper)
-        self.on_exit.push(self.log.__exit__)  # first, so that the keeper hears of its errors
+        self.on_exit.enter_context(self.run_folder)
+        self.on_exit.push(self.log.__exit__)  # first, so that the folder hears of its errors
         return self
 
-    def begin(self, init: Callable) -> Any:
-        """Begins the run: the State of `init()`, or with --resume that of the newest checkpoint."""
-        state = self.keeper.begin(init, self.agent.on_resume)
-        self.log.open(self.keeper.first_step, self.keeper.recent_returns)
-        self.keeper.write_header(self.log.writer)
-        self.keeper.write_experience(state)
-        if self.first_step >= self.total:  # a complete run is only evaluated
-            self.evaluate(self.first_step, self.agent.policy_params(state))
+    def begin(self, envs: Any, init: Callable) -> Any:
+        """Begins the run in these environments.
+
+        Returns the State of `init()`, or with --resume that of the newest checkpoint.
+        """
+        self.envs = envs
+        folder = self.run_folder
+        state = folder.begin(init, self.agent.on_resume)
+        self.log.open(folder.first_step, folder.recent_returns)
+        folder.write_header(self.log.writer)
+        folder.write_experience(state)
+        if self.log.first_step >= self.log.total:  # a complete run is only evaluated
+            self.evaluate(self.log.first_step, state, self.agent.policy_params(state))
         return state
 
-    def saves_on_error(
-        self, envs: Any, step: int, learned: Callable | None = None
-    ) -> AbstractContextManager:
+    @contextmanager
+    def saves_on_error(self, step: int, learned: Callable | None = None) -> Iterator[None]:
         """In `with`: if the environments fail at `step`, saves what `learned()` returns.
 
-        That is the State and the parameters; without it they are those of the last iteration.
+        That is the State and the parameters; without it they are those of the last iteration. A
+        note on the error tells where it happened.
         """
-        if isinstance(envs, Successes):
-            self.successes = envs.ended
-        learned = learned or (lambda: self.learned)
-        return self.keeper.saves_on_error(envs, step, learned, self.log.recent_returns)
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in {self.run.env_id} at step {step} of {self.run_folder.path}")
+            end_processes(self.envs, error)
+            if step > self.log.first_step:
+                state, params, *_ = learned() if learned else self.learned
+                try:
+                    self.run_folder.save(step, state, params, self.log.recent_returns)
+                except NotFiniteError as diverged:
+                    error.add_note(f"not saved: {diverged}")
+            raise
 
     def count_episodes(self, step: int, rollout: Any) -> None:
         """Keeps the returns of the episodes that end in a rollout, which began at `step`."""
         check_rollout(rollout, self.run, step)
         self.log.count_episodes(step, rollout)
-        if self.successes:  # those of the next rollout are among them
+        if self.envs.ended:  # those of the next rollout are among them
             count = int((rollout.terminated | rollout.truncated).sum())
-            self.counted += self.successes[:count]
-            del self.successes[:count]
+            self.counted += self.envs.ended[:count]
+            del self.envs.ended[:count]
 
     def end_iteration(self, end: int, state: Any, params: Any, metrics: dict) -> bool:
         """Logs, saves and evaluates what is due at step `end`. Returns whether the run is over."""
@@ -94,21 +107,21 @@ class Experiment(AbstractContextManager):
         check_metrics(metrics)
         self.learned = (state, params)
         ends = end >= self.total or len(self.log.stop) > 0
-        if self.counted and (ends or is_due(run.log_interval, step, end)):
+        if self.counted and (ends or buffers.is_due(run.log_interval, step, end)):
             metrics = metrics | {"charts/success_rate": rate(self.counted)}
             self.counted.clear()
         is_last = self.log.end_iteration(end, state, params, metrics)
-        if is_last or is_due(run.log_interval, step, end):
-            check_finite(params, self.log.folder)
-            self.keeper.write_experience(state)
-        if is_last or is_due(run.checkpoint_interval, step, end):
-            self.keeper.save(end, state, params, self.log.recent_returns)
-        if is_last or is_due(run.eval_interval, step, end):
-            self.evaluate(end, params)
+        if is_last or buffers.is_due(run.log_interval, step, end):
+            check_finite(params, self.run_folder.path)
+            self.run_folder.write_experience(state)
+        if is_last or buffers.is_due(run.checkpoint_interval, step, end):
+            self.run_folder.save(end, state, params, self.log.recent_returns)
+        if is_last or buffers.is_due(run.eval_interval, step, end):
+            self.evaluate(end, state, params)
         return is_last
 
-    def evaluate(self, step: int, params: Any) -> None:
-        """Logs the returns of an evaluation, keeps the best agent, and records a video."""
+    def evaluate(self, step: int, state: Any, params: Any) -> None:
+        """Logs the returns of an evaluation, saves the best agent, and records a video."""
         run, stop = self.run, self.log.stop
         returns = np.zeros(0)
         play = partial(play_episodes, self.agent, run, params, stop=stop)
@@ -119,24 +132,17 @@ class Experiment(AbstractContextManager):
                 return  # it was interrupted
             log_returns(self.log, step, returns, envs.first)
             tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
-            self.keeper.save_if_best(step, params, returns.mean())
+            folder = self.run_folder
+            folder.save_if_best(step, folder.policy_part(state), returns.mean())
         if not stop:
             self.log.at_evaluation(step, params, returns)
         if run.capture_video and not stop:
-            with closing(self.make_envs(1, f"{self.log.folder}/videos/{step}")) as envs:
+            with closing(self.make_envs(1, f"{self.run_folder.path}/videos/{step}")) as envs:
                 play(envs)
 
-    def write(self, step: int, metrics: dict) -> None:
-        """Adds a point to each chart whose number is finite."""
-        self.log.write(step, metrics)
-
-    def mean_return(self) -> float:
-        """The mean return of the last episodes."""
-        return self.log.mean_return()
-
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        never_began = self.log.writer is None
         self.on_exit.__exit__(kind, error, traceback)
-        never_began = self.writer is None
         has_processes = self.run.vectorization == "async"
         if never_began and has_processes and isinstance(error, EOFError | ConnectionError):
             raise UsageError(f"vectorization: {ENDED}") from error
@@ -146,11 +152,6 @@ def log_returns(log: Log, step: int, returns: np.ndarray, successes: np.ndarray)
     """Logs the returns of the episodes of an evaluation, and how many succeeded, if they say so."""
     values = {f"eval/{name}": f(returns) for name, f in STATISTICS.items()}
     log.write(step, values | {"eval/success_rate": rate(successes)})
-
-
-def is_due(interval: int, step: int, end: int) -> bool:
-    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
-    return interval > 0 and end // interval > step // interval
 
 
 def check_metrics(metrics: dict) -> None:
@@ -188,3 +189,21 @@ def play_episodes(agent: Any, run: Any, params: Any, envs: Any, stop: list) -> n
             return returns
     tqdm.write(f"an evaluation cuts off episodes after {run.eval_max_steps:,} steps")
     return returns
+
+
+def end_processes(envs: Any, error: Exception) -> None:
+    """Ends the processes of gymnasium.vector.AsyncVectorEnv after an error in a step.
+
+    `close` would wait for answers that never come. A note names those that were killed before.
+    """
+    processes = getattr(envs.unwrapped, "processes", [])
+    if not processes:
+        return
+    if isinstance(error, EOFError | ConnectionError):
+        for process in processes:
+            process.join(timeout=0.5)
+        dead = [process.name for process in processes if not process.is_alive()]
+        error.add_note(f"killed: {', '.join(dead)}")
+    for process in processes:
+        process.kill()  # they ignore SIGTERM
+    envs.unwrapped.closed = True

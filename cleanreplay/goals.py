@@ -1,10 +1,11 @@
-"""Hindsight experience replay: Andrychowicz et al. 2017, arXiv 1707.01495.
+"""Draws goals in hindsight (HER): Andrychowicz et al. 2017, arXiv 1707.01495.
 
 Part of each batch gets another desired goal: one that was achieved later in the episode. Its
 rewards are computed anew. Observations are the Dict of Gymnasium's environments with goals,
 {achieved_goal, desired_goal, observation}, which a script flattens.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,11 +29,11 @@ NEEDED = (
 )
 
 
-def of_goals(function: Callable, shape: tuple) -> Callable:
-    """`function(achieved, desired, info)` of an environment, for goals [..., *shape] inside jit.
+def of_goals(function: Any, shape: tuple) -> Callable:
+    """Makes `function(achieved, desired, info)` take goals [..., *shape] inside jit.
 
-    If JAX can trace it, it is part of the program. Otherwise it is called back. Either way it is
-    called for each goal by itself if it does not take several: some then give one number for all.
+    If JAX can trace it, it is part of the program. Otherwise it runs in a `pure_callback`. A
+    function that does not broadcast over goals is mapped over them.
     """
     distances = np.reshape([0, *10.0 ** np.arange(-4, 7)], (-1, *[1] * len(shape)))
     desired: Any = (distances + np.zeros(shape)).astype(np.float32)
@@ -74,43 +75,61 @@ def of_goals(function: Callable, shape: tuple) -> Callable:
     return call
 
 
-def find_task(envs: gym.vector.VectorEnv) -> tuple[Any, Callable, dict, Any]:
-    """What has `compute_reward`, this, the spaces of the Dict of observations, and the spec.
+def find_task(envs: gym.vector.VectorEnv, make_envs: Callable) -> tuple[Any, Callable]:
+    """Finds what has `compute_reward` for environments such as `envs`, and a function to close it.
 
+    It is the functional environment, or one that `make_envs(1)` makes for this alone, reset once.
     UsageError if these environments have no goals.
     """
-    given = images.before_wrap(envs)
-    names = getattr(given.single_observation_space, "spaces", {})
-    env: Any = envs.unwrapped
-    if isinstance(env, SyncVectorEnv):
-        env = env.envs[0]
+    names = getattr(images.before_wrap(envs).single_observation_space, "spaces", {})
+    env = first_of(envs)
     task = getattr(env.unwrapped, "func_env", env)
     pair: list = [names.get(name) for name in ("achieved_goal", "desired_goal")]
     are_boxes = all(isinstance(space, Box) for space in pair) and pair[0].shape == pair[1].shape
-    compute_reward = method_of(task, "compute_reward")
-    if not are_boxes or compute_reward is None:
+    if not are_boxes or method_of(task, "compute_reward") is None:
         raise UsageError(f"her_fraction: {env} has no goals: {NEEDED}")
-    return task, compute_reward, names, env.spec
+    if task is not env:
+        return task, lambda: None
+    own = make_envs(1)
+    own.reset(seed=0)
+    return first_of(own), own.close
+
+
+def first_of(envs: gym.vector.VectorEnv) -> Any:
+    """Returns the first environment of several, or the vector environment itself."""
+    env: Any = envs.unwrapped
+    return env.envs[0] if isinstance(env, SyncVectorEnv) else env
 
 
 def method_of(task: Any, name: str) -> Callable | None:
-    """The method of this name of an environment, or of what it wraps; None if there is none."""
+    """Returns the method of this name of an environment, or of what it wraps, None without one."""
     if not isinstance(task, gym.Env):
         return getattr(task, name, None)
     return task.get_wrapper_attr(name) if task.has_wrapper_attr(name) else None
 
 
-def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
-    """The function `relabel(replay, state, sample, key)`, for environments such as `envs`.
+def one_at_a_time(function: Callable, lock: threading.Lock) -> Callable:
+    """Makes a function wait while another thread holds the lock."""
 
-    It gives the first `her_fraction` of a Sample of windows [B, W, ...] goals that were achieved
-    later, and their rewards. UsageError if the environments have no goals.
+    def call(*args: Any) -> Any:
+        with lock:
+            return function(*args)
+
+    return call
+
+
+def hindsight(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> tuple:
+    """Makes `relabel(replay, state, sample, key)`, and a function that ends what it needs.
+
+    `relabel` gives the first `her_fraction` of a Sample of windows [B, W, ...] goals that were
+    achieved later, and their rewards. UsageError if environments such as `envs` have no goals.
     """
     if round(args.her_fraction * args.batch_size) == 0:
         raise UsageError(f"her_fraction: {args.her_fraction} of batch_size is not one window")
     if isinstance(envs.single_observation_space, Packed):
         raise UsageError("her_fraction takes no images: goals are found in a vector of numbers")
-    task, compute_reward, names, spec = find_task(envs)
+    task, close = find_task(envs, make_envs)
+    names = images.before_wrap(envs).single_observation_space.spaces
     ends_at = np.cumsum([flatdim(space) for space in names.values()])
     end_of = dict(zip(names, ends_at.tolist(), strict=True))  # in the order of the flat vector
     shape = names["desired_goal"].shape
@@ -119,13 +138,16 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
         slice(end_of[name] - size, end_of[name]) for name in ("achieved_goal", "desired_goal")
     )
     try:
-        rewards = of_goals(compute_reward, shape)
+        lock = threading.Lock()
+        compute_reward: Any = method_of(task, "compute_reward")
+        rewards = of_goals(one_at_a_time(compute_reward, lock), shape)
         compute_terminated = method_of(task, "compute_terminated")
-        ends = of_goals(compute_terminated, shape) if compute_terminated else None
+        ends = compute_terminated and of_goals(one_at_a_time(compute_terminated, lock), shape)
     except Exception as error:
+        close()
         text = f"compute_reward of {task} fails with two goals and an empty info"
         raise UsageError(f"her_fraction: {text}: {type(error).__name__}: {error}") from error
-    horizon = getattr(spec, "max_episode_steps", None) or LONGEST
+    horizon = getattr(first_of(envs).spec, "max_episode_steps", None) or LONGEST
 
     def as_goals(flat: Array) -> Array:
         return flat.reshape(*flat.shape[:-1], *shape)
@@ -152,4 +174,4 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv) -> Callable:
         experience = jax.tree.map(lambda x, y: x.at[:rows].set(y), sample.experience, steps)
         return sample._replace(experience=experience)
 
-    return relabel
+    return relabel, close

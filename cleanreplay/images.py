@@ -1,4 +1,4 @@
-"""What images need: convolutions, stacks of frames, a check of videos.
+"""Reads images: convolutions, stacks of frames, a check of videos.
 
 A script uses this module if observations are images or no Box, with --frame-stack, and with
 --capture-video. A run begins with what `describe` says of its observations.
@@ -296,11 +296,11 @@ def in_one_line(space: gym.Space) -> str:
     return shorten(str(space), 200, placeholder=" ...")
 
 
-def check_video(make_envs: Callable) -> None:
+def check_video(make_envs: Callable, space: gym.Space) -> None:
     """Renders an environment once, so that a run whose video would fail does not begin.
 
-    `make_envs(1)` makes one, and `make_envs(1, video_folder)` one to record. UsageError if there is
-    no screen, no moviepy or no way to render it, or if it observes something else when it renders.
+    `make_envs(1, video_folder)` makes one to record. UsageError if there is no screen, no moviepy
+    or no way to render it, or if its observations are not those of `space` when it renders.
     """
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # pygame looks for loudspeakers otherwise
     try:
@@ -308,8 +308,6 @@ def check_video(make_envs: Callable) -> None:
 
         with TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # there may be no frame to save
-            with closing(make_envs(1)) as envs:
-                space = envs.single_observation_space
             with closing(make_envs(1, f"{folder}/video")) as envs:
                 if envs.single_observation_space != space:
                     raise ValueError(f"it observes {envs.single_observation_space}, not {space}")

@@ -1,4 +1,4 @@
-"""Data that were there before a run: --offline-data, of which part of each batch is drawn.
+"""Reads data that exist before a run: --offline-data, of which part of each batch is drawn.
 
 As in RLPD: Ball et al. 2023, arXiv 2302.02948, section 4.1. The data are the folder of a run with
 --save-experience, a vault of such steps, or minari:DATASET. `State.offline` is the state of a

@@ -1,4 +1,4 @@
-"""Observations of images and numbers: a Dict as a row of bytes, which the network takes apart.
+"""Packs observations of images and numbers: a Dict becomes a row of bytes.
 
 A Dict with an image among its entries is packed into one array of uint8. So a step is stacked,
 stored and saved like any other, and an image stays as small as it is. Numbers are float32, and

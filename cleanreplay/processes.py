@@ -1,9 +1,10 @@
-"""Several processes that train together, with `jax.distributed`."""
+"""Joins processes that train together, with `jax.distributed`."""
 
 import os
+import pickle
 import signal
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,12 +42,25 @@ def any_process(condition: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.bool_(condition)).any())
 
 
-def same_folder(folder: Path) -> Path:
-    """The folder that the first process chose, in all processes. Their names are equally long."""
+def of_first(call: Callable[[], Any]) -> Any:
+    """Returns in all processes what `call()` returns in the first one, or raises its error.
+
+    The other processes do not call it. What it returns is pickled.
+    """
     if jax.process_count() == 1:
-        return folder
-    name = np.frombuffer(str(folder).encode(), np.uint8)
-    return Path(bytes(multihost_utils.broadcast_one_to_all(name)).decode())
+        return call()
+    sent = b""
+    if jax.process_index() == 0:
+        try:
+            sent = pickle.dumps((call(), None))
+        except Exception as reason:
+            sent = pickle.dumps((None, reason))
+    size = multihost_utils.broadcast_one_to_all(np.int32(len(sent)))
+    padded = np.frombuffer(sent.ljust(int(size)), np.uint8)
+    result, error = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    if error is not None:
+        raise error
+    return result
 
 
 class NoWriter:

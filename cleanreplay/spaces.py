@@ -1,13 +1,12 @@
-"""The spaces that an agent is made for, as JSON: so that it can be loaded without its environment.
+"""Writes the spaces that an agent is made for as JSON: it loads without its environment.
 
 A space other than Box, Discrete and MultiDiscrete is None. For it `load_policy` makes
 the environment.
 """
 
-from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 
@@ -15,11 +14,10 @@ from cleanreplay import images
 from cleanreplay.packed import Packed, Part
 
 
-def of_envs(make_envs: Callable) -> dict:
-    """The spaces of the environments that `make_envs` makes, and the entries of observations."""
-    with closing(make_envs(1)) as envs:
-        found = {"observation": envs.single_observation_space, "action": envs.single_action_space}
-        entries = entries_of(images.before_wrap(envs).single_observation_space)
+def of_envs(envs: gym.vector.VectorEnv) -> dict:
+    """Returns the spaces of environments as JSON, and the entries of their observations."""
+    found = {"observation": envs.single_observation_space, "action": envs.single_action_space}
+    entries = entries_of(images.before_wrap(envs).single_observation_space)
     return {name: to_json(space) for name, space in found.items()} | {"entries": entries}
 
 
@@ -60,5 +58,5 @@ def from_json(about: dict) -> Space:
         layout = tuple(Part(name, tuple(of_one), dtype) for name, of_one, dtype in about["layout"])
         return Packed(layout, shape[:-1])
     dtype: Any = np.dtype(about["dtype"])
-    low, high = (np.full(shape, about[name], dtype) for name in ("low", "high"))
+    low, high = (np.full(shape, np.array(about[name]).astype(dtype)) for name in ("low", "high"))
     return Box(low, high, dtype=dtype)

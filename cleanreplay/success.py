@@ -1,4 +1,4 @@
-"""Whether episodes succeeded, where the last `info` of an episode says `is_success`."""
+"""Counts the episodes that succeeded, where the last `info` of an episode says `is_success`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Hyperparameters that differ between the agents of a compiled run: the flag --sweep.
+"""Gives the agents of a compiled run hyperparameters of their own: the flag --sweep.
 
     --sweep learning_rate=1e-4,1e-3 gamma=0.95,0.99     # a grid: four settings
     --sweep learning_rate:gamma=1e-4:0.95,1e-3:0.99     # two settings, each of two values
@@ -56,6 +56,12 @@ class Sweep:
     def first_left(self) -> int:
         """The first agent whose numbers are finite."""
         return min(set(range(len(self))) - self.lost)
+
+    def about(self) -> dict[str, Any]:
+        """Returns what a checkpoint tells about the agents, as JSON."""
+        values = [self.of_agent(i)[0] for i in range(len(self))]
+        swept = {name: [x[name] for x in values] for name in self.values}
+        return {"num_agents": len(self), "lost": sorted(self.lost), "swept": swept}
 
     def label(self, i: int) -> str:
         """What a line calls agent `i`, such as `seed 1` or `gamma=0.99, seed 1`."""

@@ -1,4 +1,4 @@
-"""The terminal of a run: its signals, and streams that nobody reads any more."""
+"""Serves the terminal of a run: its signals, and streams that nobody reads any more."""
 
 import os
 import signal

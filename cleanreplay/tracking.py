@@ -1,5 +1,5 @@
-"""What a run writes beside charts and checkpoints: its flags to TensorBoard, with `--track` to
-Weights & Biases, and where it comes from to `run.json`.
+"""Records where a run comes from in `run.json`, and its flags in TensorBoard and with `--track` in
+Weights & Biases.
 """
 
 import json
@@ -19,7 +19,7 @@ from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tqdm import tqdm
 
-from cleanreplay import files
+from cleanreplay import disk
 from cleanreplay.errors import UsageError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "gymnasium", "numpy")
@@ -93,7 +93,7 @@ def write_origin(folder: Path, begin: int, script: Path) -> None:
             "versions": {name: version(name) for name in PACKAGES},
         }
     )
-    files.write_whole(file, json.dumps(starts, indent=1).encode())
+    disk.write_whole(file, json.dumps(starts, indent=1).encode())
 
 
 def read_origin(file: Path) -> list:

@@ -1,4 +1,4 @@
-"""Flags: checked before a run begins, and read from the folder of a run that is resumed."""
+"""Checks flags before a run begins, and reads them from the folder of a run that is resumed."""
 
 import importlib
 import json
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from cleanreplay import agent_file, processes, terminal
+from cleanreplay import agent_file, images, processes, terminal
 from cleanreplay.errors import UsageError
 
 INT32 = 2**31 - 1
@@ -69,11 +70,11 @@ def parse(parse_flags: Any) -> Any:
     tokens = with_whole_numbers(sys.argv[1:], flags_class.__annotations__.values())
     flags = parse_flags(args=tokens)
     run, args = flags
+    if run.distributed:
+        processes.join(run.distributed)
     if run.resume:
-        defaults = read_flags(run.resume, type(run), type(args))
-        flags = parse_flags(args=tokens, default=flags_class(*defaults))
-    if flags[0].distributed:
-        processes.join(flags[0].distributed)
+        of_run = partial(read_flags, run.resume, type(run), type(args))
+        flags = parse_flags(args=tokens, default=flags_class(*processes.of_first(of_run)))
     return flags
 
 
@@ -104,14 +105,20 @@ def as_whole_number(text: str) -> str:
     return text
 
 
-def check(args: Any, run: Any) -> None:
-    """Raises UsageError for a flag that cannot be meant."""
+def check(args: Any, run: Any, make_envs: Callable) -> Any:
+    """Checks the flags, and makes the first environment, from which all others are known.
+
+    `make_envs(1)` makes it. Raises UsageError for an invalid flag.
+    """
     check_process()
     if Path(run.resume).is_file():
         text = f"resume: {run.resume} is an agent, and no folder of a run"
         raise UsageError(f"{text}: --init-from begins with it")
     check_flags(args, run)
-    check_env(run)
+    envs = make_first(run, make_envs)
+    if run.capture_video:
+        images.check_video(make_envs, envs.single_observation_space)
+    return envs
 
 
 def check_process() -> None:
@@ -161,8 +168,8 @@ def in_words(least: float, largest: float) -> str:
     return f"from {least} to 2**{math.ceil(math.log2(largest))} - 1"
 
 
-def check_env(run: Any) -> None:
-    """Raises UsageError if there is no such environment, or if it does not take the arguments."""
+def make_first(run: Any, make_envs: Callable) -> Any:
+    """Makes one environment. UsageError if it is unknown, or does not take its arguments."""
     what = f"--env-id {run.env_id}"
     module, _, name = run.env_id.rpartition(":")
     try:
@@ -179,36 +186,31 @@ def check_env(run: Any) -> None:
         raise UsageError(f"{what}: {error}{hint}") from error
     except TypeError as error:  # a relative import
         raise UsageError(f"{what}: {module} is not the name of a module") from error
-    mode: Any = None if run.vectorization == "auto" else "sync"
     is_atari = str(spec.entry_point).startswith("ale_py")
-    if is_atari and (mode or not spec.vector_entry_point):
+    if is_atari and (run.vectorization != "auto" or not spec.vector_entry_point):
         game = name.removeprefix("ALE/").partition("-")[0].removesuffix("NoFrameskip")
         better = f"ale_py:ALE/{game}-v5 with --vectorization auto"
         tqdm.write(f"{what} has raw frames of 210 x 160 x 3: {better} has DeepMind's preprocessing")
-    if run.env_kwargs != "{}":
-        check_env_kwargs(run, mode, is_atari)
-        return
+    if run.env_kwargs == "{}":
+        try:
+            return make_envs(1)
+        except gym.error.Error as error:  # such as Box2D that is not installed
+            raise UsageError(f"{what}: {error}") from error
+    what += f" --env-kwargs '{run.env_kwargs}'"
     try:
-        gym.make_vec(run.env_id, 1, "sync" if mode or spec.entry_point else None).close()
-    except gym.error.Error as error:  # such as Box2D that is not installed
+        check_env_kwargs(json.loads(run.env_kwargs), is_atari)
+        return make_envs(1)
+    except (TypeError, ValueError, gym.error.Error) as error:
         raise UsageError(f"{what}: {error}") from error
 
 
-def check_env_kwargs(run: Any, mode: Any, is_atari: bool) -> None:
-    """Raises UsageError if the environment does not take the arguments."""
-    what = f"--env-id {run.env_id} --env-kwargs '{run.env_kwargs}'"
-    try:
-        kwargs = json.loads(run.env_kwargs)
-        if not isinstance(kwargs, dict):
-            raise ValueError('not a JSON object, such as {"continuous": true}')
-        gym.make_vec(run.env_id, 1, mode, **kwargs).close()
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{what}: {error}") from error
+def check_env_kwargs(kwargs: Any, is_atari: bool) -> None:
+    """Raises ValueError for arguments of an environment that it cannot have."""
+    if not isinstance(kwargs, dict):
+        raise ValueError('not a JSON object, such as {"continuous": true}')
     for key in ("episodic_life", "life_loss_info"):
         if is_atari and kwargs.get(key):
-            raise UsageError(
-                f"{what}: with {key} charts would count lives, not games: leave it out"
-            )
+            raise ValueError(f"with {key} charts would count lives, not games: leave it out")
 
 
 def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None:
@@ -266,12 +268,10 @@ def read_run(place: Path | str) -> dict:
     the file of the `script`.
     """
     if Path(place).is_file():
-        return agent_file.read_about(place)
+        return agent_file.open_agent(place).about
     try:
-        text = Path(place, "args.json").read_text()
-        saved = json.loads(text)
-        saved = {"run": dict(saved["run"]), "args": dict(saved["args"])} | saved
-        return {"script": f"{saved['run']['exp_name']}.py"} | saved  # old runs do not say it
+        saved = json.loads(Path(place, "args.json").read_text())
+        return saved | {"run": dict(saved["run"]), "args": dict(saved["args"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = "is not the folder of a run, which a script makes in runs/ and has args.json"
         raise UsageError(f"{place} {text}") from error
@@ -284,15 +284,11 @@ def read_flags(place: Path | str, run_class: Any, args_class: Any) -> tuple[Any,
     """
     saved = read_run(place)
     run, args = saved["run"], saved["args"]
-    if run.get("env_id", "").startswith("memory_tasks:"):  # before it was in this package
-        run["env_id"] = f"cleanreplay.{run['env_id']}"
     unknown = (run.keys() - vars(run_class()).keys()) | (args.keys() - vars(args_class()).keys())
     if unknown:
         text = f"is a run of another script, which has {', '.join(sorted(unknown))}"
         how = f": if this script had the flags once, delete them from {Path(place, 'args.json')}"
         raise UsageError(f"{place} {text}{how if Path(place).is_dir() else ''}")
-    if args.get("target_kl") == math.inf:  # in old runs
-        args["target_kl"] = None
     run = from_json(run | {"distributed": ""}, run_class)
     return run_class(**run), args_class(**from_json(args, args_class))
 
@@ -304,12 +300,9 @@ def from_json(flags: dict, flags_class: Any) -> dict:
     for name, x in flags.items():
         if isinstance(types[name], type) and not isinstance(x, types[name]) and x is not None:
             flags[name] = types[name](x)  # such as a Path, or an Enum
+        elif x in ("inf", "-inf", "nan") and types[name] is not str:
+            flags[name] = float(x)
     return flags
-
-
-def to_json(flags: dict) -> str:
-    """Flags as JSON; what JSON does not know is written as a text, or as the value of an Enum."""
-    return json.dumps(flags, default=lambda x: getattr(x, "value", str(x)))
 
 
 def with_absolute_places(flags: dict) -> dict:
@@ -324,7 +317,8 @@ def with_absolute_places(flags: dict) -> dict:
 
 def check_resume(args: Any, run: Any) -> tuple[Any, Any]:
     """The former flags of a resumed run. Raises UsageError if one differs that may not."""
-    before, args_before = read_flags(run.resume, type(run), type(args))
+    of_run = partial(read_flags, run.resume, type(run), type(args))
+    before, args_before = processes.of_first(of_run)
     flags = with_absolute_places(vars(run) | vars(args))
     for name, value in (vars(before) | vars(args_before)).items():
         may_change = name == "total_timesteps" or (hasattr(run, name) and name not in NOT_RESUMABLE)

@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from cleanreplay import checkpoints, images
+from cleanreplay import images, policies
 from cleanreplay.errors import UsageError
 
 MOST_FRAMES = 25  # per second of a file
@@ -42,7 +42,7 @@ def watch(flags: Flags) -> list[float]:
     """Shows episodes, prints their returns and returns them."""
     if flags.episodes < 1:
         raise UsageError(f"episodes must be at least 1, not {flags.episodes}")
-    loaded = checkpoints.load_agent(flags.agent, flags.script)
+    loaded = policies.load_agent(flags.agent, flags.script)
     agent, params, run = loaded.agent, loaded.params, loaded.run
     script: Any = loaded.script
     sys.path.append(str(Path(script.__file__).parent))  # for environments beside the script
@@ -86,7 +86,7 @@ def output_of(flags: Flags) -> Path | None:
     return output
 
 
-def make_drawn(loaded: checkpoints.Loaded, mode: str) -> tuple[Any, Callable]:
+def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
     """An environment, and a function that draws it after an observation [1, ...].
 
     One that does not render is drawn as the agent sees it. UsageError if that is no image.

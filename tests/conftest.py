@@ -24,7 +24,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # know a flag ends the process, so this one is for the versions in which it was tried.
 if (
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
-    and (0, 7) <= tuple(map(int, version("jaxlib").split(".")[:2])) <= (0, 12)
+    and (0, 7) <= tuple(map(int, version("jaxlib").split(".")[:2])) <= (0, 10)
     and "--xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]
 ):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"

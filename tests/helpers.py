@@ -1,6 +1,7 @@
 """What several test files share: flags and results of short runs; items and settings of buffers."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import buffers
-from cleanreplay import checkpoints, compiled
+from cleanreplay import compiled, policies, spaces
 
 # ---------------------------------------------------------------------------------------- all tests
 
@@ -72,6 +73,12 @@ def make_agent(script, args, run, **options):
     with closing(script.make_envs(args, run, 1)) as envs:
         spaces = envs.single_observation_space, envs.single_action_space
     return script.Agent(args, *spaces, **options)
+
+
+def spaces_of(script, args, run):
+    """What args.json has of the spaces of a run."""
+    with closing(script.make_envs(args, run, 1)) as envs:
+        return spaces.of_envs(envs)
 
 
 def find_jax_env(script, args, run):
@@ -137,7 +144,16 @@ def other_algorithm(name):
         text = text.replace(old, new)
     file = Path(tempfile.mkdtemp(prefix="other_", dir=".")).absolute() / f"{name}.py"
     file.write_text(text)
-    return checkpoints.import_script(file)
+    return policies.import_script(file)
+
+
+def flip_a_bit(file, name):
+    """Changes a number of an array in a file of safetensors."""
+    data = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    begin, _ = json.loads(data[8:start])[name]["data_offsets"]
+    data[start + begin] ^= 1
+    file.write_bytes(data)
 
 
 def read_events(folder):

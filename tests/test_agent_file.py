@@ -1,26 +1,28 @@
 """cleanreplay/agent_file.py: an agent in one file, that is whole and says all that it needs."""
 
-import json
-import shutil
 from pathlib import Path
 
 import gymnasium as gym
 import jax
-import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from helpers import COUNTER, SMALL_DQN, SMALL_PPO, edited, fast_at_ends, make_agent
+from helpers import COUNTER, SMALL_DQN, edited, fast_at_ends, make_agent
 from safetensors.numpy import load_file, save_file
 
 import dqn_jax
 import ppo_jax
 import sac_jax
-from cleanreplay import UsageError, agent_file, load_policy, trees
-from cleanreplay.agent_file import BestAgent
+from cleanreplay import UsageError, agent_file, disk, load_policy
 
 OBSERVATIONS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 BOX = gym.spaces.Box(-1, 1, (3,))
+
+
+def rewrite(file, **changed):
+    """Writes the file of an agent again, and tells something else about it."""
+    stored = disk.open_file(file)
+    arrays = stored.read(stored.shapes)
+    disk.write(file, arrays.items(), stored.about | changed)
 
 
 @pytest.fixture
@@ -29,14 +31,6 @@ def trained():
     run = dqn_jax.Run(**COUNTER | dict(eval_episodes=1))
     _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
     return folder
-
-
-def new_agent(script, flags, env_id):
-    """An agent, the parameters of its policy, and what args.json would say."""
-    args, run = script.Args(**flags), script.Run(env_id=env_id)
-    agent = make_agent(script, args, run)
-    params = agent.policy_params(jax.jit(agent.init)(jax.random.PRNGKey(0)))
-    return agent, params, {"script": script.__file__, "run": vars(run), "args": vars(args)}
 
 
 @pytest.mark.parametrize(
@@ -52,14 +46,15 @@ def new_agent(script, flags, env_id):
         (sac_jax, {}, BOX, ["policy/actor/params/Dense_1/kernel"]),
     ],
 )
-def test_arrays_have_their_names_in_the_state(script, flags, actions, some):
+def test_the_policy_needs_the_leaves_that_policy_params_returns(script, flags, actions, some):
     agent = script.Agent(script.Args(**flags), BOX, actions)
     state = jax.eval_shape(agent.init, jax.random.PRNGKey(0))
-    names = agent_file.policy_names(agent)
-    shapes = trees.by_name(state, "/")
-    for name, x in zip(names, jax.tree.leaves(agent.policy_params(state)), strict=True):
-        assert shapes[name] is x
-    assert set(some) <= set(names)
+    leaves = disk.by_name(state)
+    found = agent_file.policy_leaves(agent)
+    needed = {id(x) for x in jax.tree.leaves(agent.policy_params(state))}
+    assert set(found) == {name for name, x in leaves.items() if id(x) in needed}
+    assert set(some) <= set(found)
+    assert all(leaves[name].shape == shape for name, shape in found.items())
 
 
 def test_only_target_networks_are_copies_when_training_begins():
@@ -67,7 +62,7 @@ def test_only_target_networks_are_copies_when_training_begins():
         agent = script.Agent(
             script.Args(), BOX, BOX if script is sac_jax else gym.spaces.Discrete(2)
         )
-        names = trees.names(jax.eval_shape(agent.init, jax.random.PRNGKey(0)), "/")
+        names = disk.names(jax.eval_shape(agent.init, jax.random.PRNGKey(0)))
         found = agent_file.copies(agent, names)
         assert sorted(found) == sorted(x for x in names if target and x.startswith(f"{target}/"))
         for name, original in found.items():
@@ -80,7 +75,7 @@ def test_the_file_alone_is_the_agent(trained, tmp_path):
     (trained / "best.safetensors").rename(alone)
     (trained / "args.json").unlink()
     np.testing.assert_array_equal(load_policy(alone)(OBSERVATIONS), wanted)
-    about = agent_file.read_about(alone)
+    about = agent_file.open_agent(alone).about
     assert about["args"]["total_timesteps"] == 200
     assert about["step"] == 200
 
@@ -88,8 +83,7 @@ def test_the_file_alone_is_the_agent(trained, tmp_path):
 def test_a_script_that_was_moved_is_found_in_the_working_directory(trained, tmp_path):
     file = trained / "best.safetensors"
     wanted = load_policy(file)(OBSERVATIONS)
-    about, arrays = agent_file.read(file)
-    agent_file.write(file, arrays, about | {"script": "/gone/moved_dqn.py"})
+    rewrite(file, script="/gone/moved_dqn.py")
     with pytest.raises(UsageError, match=r"no script moved_dqn.py: say where"):
         load_policy(file)
     (tmp_path / "moved_dqn.py").write_text(Path(dqn_jax.__file__).read_text())
@@ -118,25 +112,16 @@ def test_a_bit_that_flipped_is_found_by_a_checksum(trained):
 
 def test_a_file_of_another_project_is_no_agent(tmp_path):
     save_file({"weight": np.zeros(3)}, "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UsageError, match=r"^model.safetensors is no agent"):
+    with pytest.raises(
+        UsageError,
+        match=r"^model.safetensors is damaged, or no agent \(.*CleanReplay did not write it",
+    ):
         load_policy("model.safetensors")
 
 
-def test_a_format_of_the_future_asks_for_an_update(trained, monkeypatch):
-    file = trained / "best.safetensors"
-    monkeypatch.setattr(agent_file, "FORMAT", 2)
-    agent_file.write(file, *reversed(agent_file.read(file)))
-    monkeypatch.undo()
-    with pytest.raises(
-        UsageError, match="has format 2, and here formats up to 1 are known: update"
-    ):
-        load_policy(file)
-
-
 def test_an_agent_of_another_network_is_named_with_its_shapes(trained):
-    about, arrays = agent_file.read(trained / "best.safetensors")
-    about["args"]["hidden_sizes"] = [7, 5]
-    agent_file.write(trained / "best.safetensors", arrays, about)
+    file = trained / "best.safetensors"
+    rewrite(file, args=agent_file.open_agent(file).about["args"] | {"hidden_sizes": [7, 5]})
     with pytest.raises(UsageError, match=r"Dense_0/bias is \(120,\) there, \(7,\) here"):
         load_policy(trained / "best.safetensors")
 
@@ -149,67 +134,19 @@ def test_a_damaged_file_ends_a_resume_before_it_trains(trained):
     assert [path.name for path in (trained / "checkpoints").iterdir()] == ["200"]
 
 
-def test_numbers_of_any_dtype_come_back_as_they_were(tmp_path):
-    arrays = {
-        "half": np.asarray(jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)),
-        "turned": np.arange(6.0).reshape(2, 3).T,  # not in the order of C
-        "one": np.float32(3),
-        "none": np.zeros((0, 2), np.uint8),
-        "flags": np.array([True, False]),
-    }
-    agent_file.write(tmp_path / "x.safetensors", arrays, {})
-    _, found = agent_file.read(tmp_path / "x.safetensors")
-    assert found.keys() == arrays.keys()
-    for name, x in arrays.items():
-        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape)
-        np.testing.assert_array_equal(found[name], x)
-
-
-def test_parameters_that_are_computed_are_saved_and_loaded_but_no_run_begins_with_them():
-    """As if the policy acted with the mean of two networks."""
+def test_parameters_that_are_computed_are_computed_again(tmp_path):
+    """As if the policy acted with parameters twice as large. A run begins with what was learned."""
     script = edited(
         dqn_jax, ("return state.params\n", "return jax.tree.map(lambda x: 2 * x, state.params)\n")
     )
-    agent, params, about = new_agent(script, SMALL_DQN, COUNTER["env_id"])
-    BestAgent(Path(), agent, about).save_if_better(100, params, 1.0)
-    file = Path(agent_file.NAME)
-    assert "params/Dense_0/bias" in load_file(file)
-    wanted = agent.policy(params)(OBSERVATIONS)
+    args, run = script.Args(**SMALL_DQN), script.Run(**COUNTER | dict(eval_episodes=1))
+    state, _, folder = script.train(args, run)
+    file = folder / "best.safetensors"
+    bias = "params/params/Dense_0/bias"
+    np.testing.assert_array_equal(load_file(file)[bias], disk.by_name(state)[bias])
+    agent = make_agent(script, args, run)
+    wanted = agent.policy(agent.policy_params(state))(OBSERVATIONS)
     np.testing.assert_array_equal(load_policy(file)(OBSERVATIONS), wanted)
-    with pytest.raises(UsageError, match="computes params/Dense_0/bias, which is not in the State"):
-        agent_file.read_into_state(file, agent)
-
-
-def save_as_before(folder, params, score):
-    """Saves a best agent as Orbax's folder, as versions up to 0.2 did."""
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=1, best_fn=lambda metrics: metrics["return"], enable_async_checkpointing=False
-    )
-    manager = ocp.CheckpointManager(folder.absolute() / "best", options=options)
-    items = ocp.args.Composite(params=ocp.args.StandardSave(params))
-    metrics = {"return": score, "checksums": trees.checksums(params)}
-    manager.save(100, args=items, metrics=metrics)
-
-
-@pytest.mark.parametrize("script", [dqn_jax, ppo_jax])
-def test_the_best_agent_of_an_old_run_is_loaded(script):
-    flags = SMALL_DQN if script is dqn_jax else SMALL_PPO
-    agent, params, about = new_agent(script, flags, COUNTER["env_id"])
-    folder = Path("run")
-    folder.mkdir()
-    (folder / "args.json").write_text(json.dumps(about))
-    save_as_before(folder, params, 5.0)
-    wanted = agent.policy(params)(OBSERVATIONS)
-    np.testing.assert_array_equal(load_policy(folder)(OBSERVATIONS), wanted)
-
-
-def test_a_resumed_old_run_writes_the_file_when_an_agent_is_better():
-    args = dqn_jax.Args(**SMALL_DQN)
-    state, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER))
-    for score, is_better in ((1e9, False), (-1e9, True)):
-        save_as_before(folder, state.params, score)
-        longer = dqn_jax.Args(**SMALL_DQN | dict(total_timesteps=300 if is_better else 250))
-        run = dqn_jax.Run(**COUNTER | dict(eval_episodes=1, resume=str(folder)))
-        dqn_jax.train(longer, run)
-        assert (folder / "best.safetensors").exists() == is_better
-        shutil.rmtree(folder / "best")
+    begun = jax.jit(agent.init)(jax.random.PRNGKey(1))
+    begun = agent_file.start_from(str(file), begun, agent)
+    jax.tree.map(np.testing.assert_array_equal, begun.params, state.params)

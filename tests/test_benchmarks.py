@@ -25,7 +25,7 @@ import replay_buffers
 import returns
 import training
 
-from cleanreplay import checkpoints, usage
+from cleanreplay import policies, usage
 
 pytestmark = pytest.mark.benchmarks
 
@@ -433,7 +433,7 @@ def test_agents_that_come_with_the_project_are_small_and_name_their_script_witho
 @pytest.mark.parametrize("file", AGENTS, ids=lambda file: file.stem)
 def test_the_flags_of_an_agent_are_a_command(file):
     script, *tokens = agents.flags(file).split()
-    module = checkpoints.import_script(agents.ROOT / script)
+    module = policies.import_script(agents.ROOT / script)
     Flags = NamedTuple("Flags", [("experiment", module.Run), ("algorithm", module.Args)])  # noqa: UP014
     given = tyro.cli(Flags, args=tokens, config=[tyro.conf.OmitArgPrefixes])
     assert given == usage.read_flags(file, module.Run, module.Args)

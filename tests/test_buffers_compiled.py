@@ -295,6 +295,9 @@ LARGE = {
         size, num_envs=4, sequence_length=5, **kwargs
     ),
     "prioritised": buffers.prioritised_replay,
+    "prioritised sequences": lambda size, **kwargs: buffers.prioritised_replay(
+        size, num_envs=4, sequence_length=5, **kwargs
+    ),
     "clustered": lambda size, **kwargs: buffers.clustered_replay(
         4, buffers.prioritised_replay(size // 4), lambda item: item["id"] % 4, **kwargs
     ),
@@ -305,10 +308,17 @@ def shapes(tree, *lead):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), tree)
 
 
+HAVE_PRIORITIES = ("prioritised", "prioritised sequences", "clustered")
+GIVE_MORE = ("pop", "add_and_sample", "sample, update", "sample, set_priorities")
+
+
 def writes(kind, **kwargs):
-    """name: (function(state, *args) -> state, shapes of args) for all that writes a few rows."""
+    """name: (function(state, *args), shapes of args) for all that writes a few rows.
+
+    It returns the state; those of GIVE_MORE return a pair of it and what they read.
+    """
     buffer = LARGE[kind](CAPACITY, **kwargs)
-    lead = (4,) if kind in ("streams", "sequences") else ()
+    lead = (4,) if kind.endswith(("streams", "sequences")) else ()
     one, many = shapes(ITEM, *lead), shapes(ITEM, 8, *lead)
     mask, indices = jax.ShapeDtypeStruct((8,), bool), jax.ShapeDtypeStruct((8,), np.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -317,6 +327,11 @@ def writes(kind, **kwargs):
         "add_batch": (buffer.add_batch, [many]),
         "add_batch with mask": (buffer.add_batch, [many, mask]),
         "update at": (lambda state, i: buffer.update(state, shift, i), [indices]),
+        "update at one": (
+            lambda state, i: buffer.update(state, shift, i),
+            [jax.ShapeDtypeStruct((1,), np.int32)],
+        ),
+        "add, add_batch": (lambda s, x, xs: buffer.add_batch(buffer.add(s, x), xs), [one, many]),
     }
     if kind == "circular":
         functions["pop"] = (lambda state: buffer.pop(state, 8), [])
@@ -325,7 +340,13 @@ def writes(kind, **kwargs):
             lambda s, x, k: buffer.add_and_sample(s, x, k, 8),
             [many, key],
         )
-    if kind in ("prioritised", "clustered"):
+
+        def sample_and_update(state, key):
+            sample = buffer.sample(state, key, 8)
+            return buffer.update(state, shift, sample.indices), sample
+
+        functions["sample, update"] = (sample_and_update, [key])
+    if kind in HAVE_PRIORITIES:
         priorities = jax.ShapeDtypeStruct((8,), np.float32)
         functions["set_priorities"] = (buffer.set_priorities, [indices, priorities])
 
@@ -358,9 +379,10 @@ def assert_in_place(compiled):
 
 
 def names_of_writes(kind):
-    names = ["add", "add_batch", "add_batch with mask", "update at"]
-    names.append("pop" if kind == "circular" else "add_and_sample")
-    if kind in ("prioritised", "clustered"):
+    names = ["add", "add_batch", "add_batch with mask", "update at", "update at one"]
+    names += ["add, add_batch"]
+    names += ["pop"] if kind == "circular" else ["add_and_sample", "sample, update"]
+    if kind in HAVE_PRIORITIES:
         names += ["set_priorities", "sample, set_priorities"]
     return names
 
@@ -387,11 +409,10 @@ def test_writes_do_not_touch_the_whole_storage(kind, name, looped):
     if not looped:
         compiled = jax.jit(function, donate_argnums=0).lower(state, *args).compile()
     else:
-        gives_more = name in ("pop", "add_and_sample", "sample, set_priorities")
 
         def body(state, xs):
             out = function(state, *xs)
-            return out if gives_more else (out, None)
+            return out if name in GIVE_MORE else (out, None)
 
         run = jax.jit(lambda s, xs: jax.lax.scan(body, s, xs, length=100), donate_argnums=0)
         compiled = run.lower(state, shapes(tuple(args), 100)).compile()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_trees_equal, decode, encode
+from helpers import assert_trees_equal, encode
 
 import buffers
 
@@ -20,16 +20,11 @@ def parity(item):
     return item["id"] % 2
 
 
-def of_four(item):
-    return item["id"] // 2 % 2
-
-
 MAKERS = {
     "circular": partial(buffers.circular_buffer, 6),
     "uniform": partial(buffers.uniform_replay, 6, sequence_length=2),
     "prioritised": partial(buffers.prioritised_replay, 6, 0.5),
     "clustered": lambda: buffers.clustered_replay(2, buffers.prioritised_replay(6), parity),
-    "nested": lambda: buffers.clustered_replay(2, MAKERS["clustered"](), of_four),
 }
 
 
@@ -57,25 +52,6 @@ def test_a_buffer_may_be_a_static_argument():
     state = MAKERS["uniform"]().init(encode(0))
     assert size(MAKERS["uniform"](), state) == size(MAKERS["uniform"](), state) == 0
     assert len(traced) == 1
-
-
-def test_clusters_may_be_clustered():
-    """Each of four kinds keeps its newest, is drawn alike, and is found by its index."""
-    replay = MAKERS["nested"]()
-    state = replay.add_batch(replay.init(encode(0)), encode(np.arange(40)))
-    assert replay.max_size == replay.size(state) == 24
-    sample = replay.sample(state, KEY, 2_048)
-    drawn = decode(sample.experience)
-    assert set(drawn.tolist()) == set(range(16, 40))
-    np.testing.assert_allclose(sample.probabilities, 1 / 24, rtol=1e-6)
-    np.testing.assert_array_equal(decode(replay.get(state, sample.indices)), drawn)
-    indices, is_held = replay.indices(state)
-    assert is_held.all()
-    assert sorted(decode(replay.get(state, indices))) == list(range(16, 40))
-
-    drawn = decode(replay.get(state, indices))
-    state = replay.set_priorities(state, indices, np.where(drawn == 33, 1.0, 0.0))
-    assert set(decode(replay.sample(state, KEY, 64).experience).tolist()) == {33}
 
 
 @pytest.mark.parametrize(
@@ -249,3 +225,16 @@ def test_more_items_than_a_buffer_holds_can_never_be_sampled(jit):
     assert not jit(lambda state: replay.can_sample(state, 6))(state)
     with pytest.raises(ValueError, match=r"min_size must be at most max_size = 6, .*, got 7"):
         jit(lambda state: replay.can_sample(state, 7))(state)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["called", "in jit"])
+@pytest.mark.parametrize("kind", ["uniform", "prioritised", "clustered"])
+def test_a_draw_uses_its_key_once(kind, jit):
+    """As JAX's own check of keys sees it."""
+    replay = MAKERS[kind]()
+    state = replay.add_batch(replay.init(encode(0)), encode([1, 2, 3]))
+    with jax.debug_key_reuse(True):
+        sample = jit(lambda state, key: replay.sample(state, key, 4))(state, jax.random.key(1))
+    np.testing.assert_array_equal(
+        sample.indices, replay.sample(state, jax.random.key(1), 4).indices
+    )

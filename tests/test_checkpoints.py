@@ -5,13 +5,11 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from helpers import (
     ROOT,
     SMALL_DQN,
     fast_at_ends,
+    flip_a_bit,
     make_agent,
     make_trainer,
     more,
@@ -41,7 +40,8 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import sac_jax
-from cleanreplay import checkpoints, keeper, load_policy, usage
+from cleanreplay import checkpoints, disk, load_policy, usage
+from cleanreplay.run_folder import locked
 from dqn_jax import UsageError
 
 DQN_FLAGS = dict(learning_starts=100, batch_size=8, buffer_size=200, n_step=2)
@@ -62,8 +62,7 @@ def assert_equal_trees(a, b):
 
 def checkpoint_steps(folder):
     """Steps of the whole checkpoints of a run; a half written one has a longer name."""
-    names = [path.name for path in Path(folder, "checkpoints").iterdir()]
-    return sorted(int(name) for name in names if name.isdigit())
+    return checkpoints.steps_in(folder)
 
 
 def logged_steps(folder, tag="charts/SPS"):
@@ -163,12 +162,12 @@ def test_what_is_saved_is_what_train_returns():
     run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=0)
     state, _, folder = dqn_jax.train(args, run)
     saver = checkpoints.Checkpoints(folder)
-    step, saved, recent = saver.restore(jax.tree.map(jnp.zeros_like, state))
-    assert step == 200
+    step, saved, about = saver.restore(jax.tree.map(jnp.zeros_like, state))
+    assert step == about["step"] == 200
     assert_equal_trees(saved, state)
     assert int(saved.replay.size) == 100  # rows of two environments
     # Two environments end episodes of 2, 3, 4 and 5 steps, and as many rewards of 1, 2, ...
-    assert recent[:8] == [3.0, 3.0, 6.0, 6.0, 10.0, 10.0, 15.0, 15.0]
+    assert about["returns"][:8] == [3.0, 3.0, 6.0, 6.0, 10.0, 10.0, 15.0, 15.0]
 
 
 def run_of_dqn():
@@ -177,19 +176,24 @@ def run_of_dqn():
     return jax.jit(agent.init)(jax.random.PRNGKey(0)), checkpoints.Checkpoints("run")
 
 
+def save(saver, step, state):
+    """Saves a State of DQN."""
+    saver.save(step, state, {"step": step})
+
+
 def test_a_checkpoint_that_is_written_later_is_of_its_own_step(monkeypatch):
     """Training overwrites the state before the thread begins to write."""
     state, saver = run_of_dqn()
     wanted = jax.tree.map(np.array, state)
-    write = checkpoints.Checkpoints.write
+    write = disk.write
     overwritten = threading.Event()
 
-    def write_late(*given):
+    def write_late(*given, **named):
         assert overwritten.wait(timeout=20)
-        write(*given)
+        write(*given, **named)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "write", write_late)
-    saver.save(100, state, state.params, [])
+    monkeypatch.setattr(disk, "write", write_late)
+    save(saver, 100, state)
     like = jax.tree.map(jnp.zeros_like, state)
     for x in jax.tree.leaves(state):
         x.delete()
@@ -200,12 +204,94 @@ def test_a_checkpoint_that_is_written_later_is_of_its_own_step(monkeypatch):
     assert_equal_trees(saved, wanted)
 
 
+def test_a_small_state_is_copied_without_a_program():
+    state, saver = run_of_dqn()
+    names = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: names.append(name))
+    try:
+        save(saver, 100, state)
+        saver.wait()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [name for name in names if "compile" in name]
+
+
 def test_a_state_that_is_too_large_to_be_copied_is_written_at_once(monkeypatch):
     state, saver = run_of_dqn()
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     monkeypatch.setattr(checkpoints, "COPIED", size - 1)
-    saver.save(100, state, state.params, [])
+    save(saver, 100, state)
     assert checkpoint_steps("run") == [100]
+
+
+def large_state():
+    """A pytree with leaves that are large, of several chunks and blocks, and one that is small."""
+    random = np.random.default_rng(0)
+    return {
+        "ring": jnp.asarray(random.integers(0, 9, (1, 300, 4, 90), np.uint8)),
+        "weights": jnp.asarray(random.standard_normal((70, 1_000), np.float32)),
+        "step": jnp.int32(7),
+    }
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """Leaves of 10 kB are large, chunks have 1 kB and blocks 4 kB."""
+    monkeypatch.setattr(disk, "LARGE", 10_000)
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 1_000)
+    monkeypatch.setattr(disk, "CHUNKS_AT_ONCE", 4)
+
+
+def test_large_leaves_are_compressed_arrays_that_come_back_as_they_were(small_limits):
+    saver = checkpoints.Checkpoints("run")
+    save(saver, 100, large_state())
+    saver.wait()
+    folder = Path("run/checkpoints/100")
+    assert {x.name for x in folder.iterdir()} == {"ring", "weights", "state.safetensors"}
+    _, restored, _ = saver.restore(jax.tree.map(jnp.zeros_like, large_state()))
+    assert_equal_trees(restored, large_state())
+    read = disk.open_file(folder / "state.safetensors").read(["weights"])
+    np.testing.assert_array_equal(read["weights"], large_state()["weights"])
+
+
+@pytest.mark.parametrize("what", ["a chunk is missing", "chunks are swapped", "a chunk is cut"])
+def test_a_damaged_large_leaf_is_found(what, small_limits, capsys):
+    saver = checkpoints.Checkpoints("run")
+    for step in (100, 200):
+        save(saver, step, large_state())
+    saver.wait()
+    chunks = sorted(Path("run/checkpoints/200/ring").glob("[0-9]*"))
+    first, second = chunks[0].read_bytes(), chunks[1].read_bytes()
+    assert first != second
+    if what == "a chunk is missing":
+        chunks[0].unlink()
+    else:
+        chunks[0].write_bytes(second if what == "chunks are swapped" else first[:50])
+    step, restored, _ = saver.restore(jax.tree.map(jnp.zeros_like, large_state()))
+    assert step == 100
+    assert_equal_trees(restored, large_state())
+    assert "checkpoint 200 is damaged" in capsys.readouterr().out
+
+
+def fail_once(monkeypatch):
+    """The next file of arrays meets a full disk."""
+    write = disk.write
+
+    def full(*given, **named):
+        monkeypatch.setattr(disk, "write", write)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "write", full)
+
+
+def test_an_error_of_an_earlier_checkpoint_does_not_stop_the_next_one(monkeypatch):
+    state, saver = run_of_dqn()
+    fail_once(monkeypatch)
+    save(saver, 100, state)
+    with pytest.raises(UsageError, match="no space left on the disk"):
+        save(saver, 200, state)
+    saver.wait()
+    assert checkpoint_steps("run") == [200]
 
 
 @pytest.mark.parametrize("failing", ["only", "first"])
@@ -213,11 +299,7 @@ def test_a_disk_that_is_full_in_the_thread_ends_the_run_with_one_line(
     failing, run_main, monkeypatch
 ):
     """At the end of the run, or at the next checkpoint."""
-
-    def save(*given, **named):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "save", save)
+    fail_once(monkeypatch)
     interval = "200" if failing == "only" else "50"
     code, out, err = run_main(dqn_jax, *SHORT, "--checkpoint-interval", interval)
     assert err.splitlines()[-1].startswith("error: no space left on the disk of ")
@@ -390,7 +472,9 @@ def newest_checkpoint(folder, module=dqn_jax):
     """The step, the state and the last returns of the newest whole checkpoint of a run."""
     run, args = usage.read_flags(folder, module.Run, module.Args)
     agent = make_agent(module, args, run)
-    return checkpoints.Checkpoints(folder).restore(jax.jit(agent.init)(jax.random.PRNGKey(0)))
+    like = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    step, state, about = checkpoints.Checkpoints(folder).restore(like)
+    return step, state, about["returns"]
 
 
 @pytest.mark.slow
@@ -466,9 +550,9 @@ def test_of_a_failure_in_the_first_rollout_nothing_is_left_to_resume(tmp_path, m
 FULL_DISKS = {
     "in the event file": ("60k", "--checkpoint-interval 0 --log-interval 10"),
     "in the first checkpoint": ("100k", "--checkpoint-interval 500"),
-    "in the second checkpoint": ("600k", "--checkpoint-interval 500"),
-    "in the third checkpoint": ("800k", "--checkpoint-interval 500"),
-    "in the best agent": ("500k", "--checkpoint-interval 500 --eval-interval 300"),
+    "in the second checkpoint": ("300k", "--checkpoint-interval 500"),
+    "in the third checkpoint": ("500k", "--checkpoint-interval 500"),
+    "in the best agent": ("280k", "--checkpoint-interval 500 --eval-interval 300"),
     "in the experience": ("300k", "--checkpoint-interval 0 --save-experience"),
 }
 USUAL = "in the second checkpoint"
@@ -532,9 +616,7 @@ def saved_run(tmp_path, monkeypatch):
 
 def test_a_damaged_checkpoint_is_moved_and_the_run_goes_on_from_the_one_before(saved_run, capsys):
     folder, args, run = saved_run
-    for path in (folder / "checkpoints/200/state").rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"damaged")
+    (folder / "checkpoints/200/state.safetensors").write_bytes(b"damaged")
     dqn_jax.train(args, run)
     text = f"200 is damaged and was moved to {folder}/damaged: the run goes on from 100"
     assert text in capsys.readouterr().out
@@ -544,7 +626,7 @@ def test_a_damaged_checkpoint_is_moved_and_the_run_goes_on_from_the_one_before(s
 
 def test_a_resume_deletes_what_a_killed_run_had_begun_to_write(saved_run):
     folder, args, run = saved_run
-    begun = folder / "checkpoints" / "150.orbax-checkpoint-tmp"
+    begun = folder / "checkpoints" / ".150.new"
     begun.mkdir()
     (begun / "part").write_bytes(bytes(100))
     dqn_jax.train(replace(args, total_timesteps=250), run)
@@ -560,13 +642,13 @@ def test_the_file_of_an_agent_cannot_be_resumed(saved_run, run_main):
 
 def test_a_resume_moves_no_checkpoint_that_the_machine_cannot_read_now(saved_run, monkeypatch):
     folder, args, run = saved_run
-    read = checkpoints.read
+    read = disk.open_file
 
-    def read_once(manager, step, *others):
-        monkeypatch.setattr(checkpoints, "read", read)
+    def read_once(file):
+        monkeypatch.setattr(disk, "open_file", read)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(checkpoints, "read", read_once)
+    monkeypatch.setattr(disk, "open_file", read_once)
     with pytest.raises(UsageError, match=r"checkpoint 200 cannot be read now: .*Stale file handle"):
         dqn_jax.train(args, run)
     assert checkpoint_steps(folder) == [100, 200]
@@ -591,28 +673,20 @@ def test_errors_of_the_machine_are_told_from_damage(error, expected):
     assert checkpoints.is_of_the_machine(error) is expected
 
 
-def with_one_number_changed(tree):
-    """The tree, but for a number of its largest leaf."""
-    leaves, structure = jax.tree.flatten(tree)
-    i = max(range(len(leaves)), key=lambda i: leaves[i].size)
-    leaves[i] = leaves[i].ravel().at[3].add(1).reshape(leaves[i].shape)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def test_a_number_that_comes_back_as_another_is_damage(saved_run, monkeypatch, capsys):
-    """As after a flipped bit, which the format may not notice."""
+def test_a_number_that_comes_back_as_another_is_damage(saved_run, capsys):
+    """As after a flipped bit, which the format does not notice."""
     folder, args, run = saved_run
-    restore = checkpoints.ocp.CheckpointManager.restore
-
-    def restore_wrongly(manager, step, args):
-        restored = restore(manager, step, args=args)
-        if step == 200 and "state" in restored:
-            return {"state": with_one_number_changed(restored["state"])}
-        return restored
-
-    monkeypatch.setattr(checkpoints.ocp.CheckpointManager, "restore", restore_wrongly)
+    flip_a_bit(folder / "checkpoints/200/state.safetensors", "replay/storage/reward")
     dqn_jax.train(args, run)
-    assert "has another checksum" in capsys.readouterr().out
+    assert "replay/storage/reward has another checksum" in capsys.readouterr().out
+
+
+def test_what_a_checkpoint_tells_has_a_checksum(saved_run, capsys):
+    folder, args, run = saved_run
+    file = folder / "checkpoints/200/state.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"total_timesteps", b"total_timestepz", 1))
+    dqn_jax.train(args, run)
+    assert "what it tells of its arrays has another checksum" in capsys.readouterr().out
 
 
 def test_a_damaged_best_agent_is_one_line(saved_run):
@@ -644,7 +718,7 @@ def test_a_script_with_other_layers_names_the_first_that_differs(saved_run, monk
             return dqn_jax.nn.Dense(self.num_actions)(x)
 
     monkeypatch.setattr(dqn_jax, "QNetwork", Smaller)
-    layer = r"params.Dense_0.bias is \(120,\) there, \(2,\) here"
+    layer = r"params/Dense_0/bias is \(120,\) there, \(2,\) here"
     for begin in (
         lambda: dqn_jax.train(args, run),
         lambda: load_policy(folder),
@@ -656,62 +730,10 @@ def test_a_script_with_other_layers_names_the_first_that_differs(saved_run, monk
         assert "\n" not in str(caught.value)
 
 
-def as_of_the_old_version(folder):
-    """Changes the folder of a run to what it was before there was the package cleanreplay."""
-    step, state, recent = newest_checkpoint(folder)
-    replay = state.replay._replace(storage=OldStep(*state.replay.storage, memory=()))
-    old = OldState(*state._replace(replay=replay), num_updates=jnp.int32(15))
-    shutil.rmtree(folder / "checkpoints")
-    saver = checkpoints.Checkpoints(folder)
-    saver.save(step, old, state.params, recent)
-    saver.wait()
-    file = folder / "args.json"
-    flags = json.loads(file.read_text())
-    del flags["script"]
-    flags["run"]["env_id"] = flags["run"]["env_id"].removeprefix("cleanreplay.")
-    assert flags["run"]["env_id"].startswith("memory_tasks:")
-    file.write_text(json.dumps(flags))
-
-
-OldState = namedtuple("OldState", [*dqn_jax.State._fields, "num_updates"])
-OldStep = namedtuple("OldStep", [*dqn_jax.Step._fields, "memory"])
-
-
-@pytest.fixture
-def old_and_new():
-    """The folder of a run as the old version left it, and the same run's of this version."""
-    env_id = "cleanreplay.memory_tasks:CartPoleNoVelocity-v0"
-    run = dqn_jax.Run(env_id=env_id, eval_episodes=0, log_interval=50)
-    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
-    old = Path("old").absolute()
-    shutil.copytree(folder, old)
-    as_of_the_old_version(old)
-    return old, folder
-
-
-def test_a_run_of_the_old_version_goes_on_as_one_of_this_version(old_and_new):
-    old, new = (resume_to(folder, 300) for folder in old_and_new)
-    assert gradient_steps(old) == 25
-    assert_equal_trees(old, new)
-    saved = [json.loads((folder / "args.json").read_text()) for folder in old_and_new]
-    assert saved[0] == saved[1]
-    assert logged_steps(old_and_new[0]) == [50, 100, 150, 200, 250, 300]
-
-
-def test_a_policy_of_the_old_version_is_loaded_with_the_file_of_its_script(old_and_new):
-    old, new = old_and_new
-    with pytest.raises(UsageError, match=r"no script .*dqn_jax.py: say where"):
-        load_policy(old)
-    observations = np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)
-    actions = load_policy(old, dqn_jax.__file__)(observations)
-    assert set(actions) == {0, 1}
-    np.testing.assert_array_equal(actions, load_policy(new)(observations))
-
-
 def test_two_processes_do_not_train_in_one_folder(saved_run):
     folder, args, run = saved_run
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with keeper.locked(folder), pytest.raises(UsageError, match="another process trains in"):
+    with locked(folder), pytest.raises(UsageError, match="another process trains in"):
         dqn_jax.train(args, run)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     dqn_jax.train(args, run)
@@ -732,10 +754,26 @@ def test_flags_that_a_saved_run_lacks_have_their_defaults(saved_run):
         usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
 
 
-def test_an_infinite_target_kl_of_the_old_version_is_none(tmp_path):
-    flags = {"run": vars(ppo_jax.Run()), "args": vars(ppo_jax.Args()) | {"target_kl": np.inf}}
-    (tmp_path / "args.json").write_text(json.dumps(flags))
-    assert usage.read_flags(tmp_path, ppo_jax.Run, ppo_jax.Args)[1] == ppo_jax.Args()
+def test_a_flag_that_is_infinite_comes_back_as_it_was(tmp_path):
+    args = ppo_jax.Args(target_kl=np.inf, max_grad_norm=np.inf)
+    flags = {"run": vars(ppo_jax.Run()), "args": vars(args)}
+    text = disk.to_json(flags)
+    assert "Infinity" not in text
+    (tmp_path / "args.json").write_text(text)
+    assert usage.read_flags(tmp_path, ppo_jax.Run, ppo_jax.Args)[1] == args
+
+
+def test_a_compiled_run_that_is_saved_before_its_first_episode_ends_goes_on():
+    """Returns that do not exist yet are null, which all readers of JSON know."""
+    args = ppo_jax.Args(total_timesteps=16, num_steps=4, num_minibatches=1, update_epochs=1)
+    run = ppo_jax.Run(env_id="phys2d/CartPole-v1", eval_episodes=0, log_interval=16)
+    _, returns, folder = ppo_jax.train(args, run)
+    assert np.isnan(returns).all()
+    assert disk.open_file(checkpoints.newest(folder)).about["returns"] == [None]
+    again = replace(args, total_timesteps=32)
+    _, returns, _ = ppo_jax.train(again, replace(run, resume=str(folder)))
+    assert np.isnan(returns).all()
+    assert checkpoint_steps(folder) == [16, 32]
 
 
 PEAK = """

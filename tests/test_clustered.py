@@ -169,14 +169,9 @@ def test_indices_of_items_that_are_gone_are_errors_of_get_and_change_no_priority
     assert (np.asarray(state.tree[0])[:, :4] != leaves).sum() == 1
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_priorities_are_read_from_the_cluster_of_each_item(is_nested):
-    """The priority of item i is i + 1. Two clusters hold its newest three each, or by the bits of
-    the id, four hold one or two.
-    """
+def test_priorities_are_read_from_the_cluster_of_each_item():
+    """The priority of item i is i + 1. Two clusters hold its newest three each."""
     inner = buffers.prioritised_replay(3, 0.5)
-    if is_nested:
-        inner = buffers.clustered_replay(2, inner, lambda item: item // 2 % 2)
     replay = buffers.clustered_replay(2, inner, lambda item: item % 2)
     state = replay.init(0)
     first = []
@@ -270,8 +265,13 @@ def test_a_cluster_out_of_range_counts_as_the_nearest():
     ("error", "message", "num_clusters", "inner"),
     [
         (ValueError, "num_clusters must be at least 1", 0, INNER["uniform"]),
-        (TypeError, "must be a uniform .*got CircularBuffer", 2, buffers.circular_buffer(4)),
-        (ValueError, r"more than 2\*\*29", 2**27, REPLAYS["uniform"]),
+        (TypeError, "uniform or prioritised, got CircularBuffer", 2, buffers.circular_buffer(4)),
+        (
+            TypeError,
+            "got ClusteredReplay: give one clustered buffer more clusters",
+            2,
+            buffers.clustered_replay(2, INNER["uniform"], by_id),
+        ),
         (ValueError, r"more than 2\*\*29", 2**28, INNER["uniform"]),
     ],
 )

@@ -26,7 +26,7 @@ from helpers import edited, find_jax_env, make_agent, make_trainer, more, one_li
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import checkpoints, compiled, load_policy, usage
+from cleanreplay import checkpoints, compiled, disk, load_policy, usage
 from cleanreplay.compiled import JaxEnvs, RunnerState
 from cleanreplay.sweep import Sweep
 from dqn_jax import DQN, Step
@@ -863,7 +863,7 @@ def train_two_lengths(seed, num_seeds):
     args = dqn_jax.Args(**flags, learning_starts=7_000, train_frequency=40, buffer_size=400)
     run = dqn_jax.Run(env_id="TwoLengths-v0", eval_episodes=0, log_interval=400, seed=seed)
     _, returns, folder = dqn_jax.train(args, replace(run, num_seeds=num_seeds))
-    kept = checkpoints.Checkpoints(folder, saves=False).about(8_000)["returns"]
+    kept = disk.open_file(checkpoints.newest(folder)).about["returns"]
     lengths = [
         read_events(agent_folder)[0]["charts/episodic_length"][-1][1]
         for agent_folder in agent_folders(folder, seed, num_seeds)
@@ -941,9 +941,9 @@ def test_of_several_agents_the_one_whose_numbers_are_not_finite_is_named():
     finite[2, 2, [1, 2]] = False
     entries = compiled.Entry({}, np.zeros((3, 4, 3)), finite)
     run = dqn_jax.Run(seed=7, num_seeds=3)
-    keeper = types.SimpleNamespace(run=run, folder=Path("runs/here"))
+    run_folder = types.SimpleNamespace(run=run, path=Path("runs/here"))
     with pytest.raises(FloatingPointError) as caught:
-        compiled.check_finite(entries, 1_000, 100, keeper, Sweep(dqn_jax.Args(), run))
+        compiled.check_entries(entries, 1_000, 100, run_folder, Sweep(dqn_jax.Args(), run))
     where = "seed 9, between steps 1,200 and 1,300"
     assert str(caught.value) == f"CartPole-v1: the observation is not finite: {where}"
 

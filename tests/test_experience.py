@@ -14,7 +14,7 @@ from helpers import COUNTER, SMALL_DQN, make_agent, more
 import dqn_jax
 import per_dqn_jax
 from cleanreplay import checkpoints
-from cleanreplay.keeper import Keeper
+from cleanreplay.run_folder import RunFolder
 from cleanreplay.vault import Vault
 
 FLAGS = dict(num_envs=2, learning_starts=50, batch_size=8, n_step=3, save_experience=True)
@@ -63,8 +63,8 @@ def test_the_vault_says_what_its_experience_is_of(module):
     run = module.Run(env_kwargs='{"sutton_barto_reward": true}', seed=3)
     agent = make_agent(module, args, run)
     folder = Path("run").absolute()
-    with Keeper(agent, run, folder, module.__file__, []) as keeper:
-        keeper.begin(partial(agent.init, jax.random.PRNGKey(0)), agent.on_resume)
+    with RunFolder(agent, run, folder, module.__file__, []) as run_folder:
+        run_folder.begin(partial(agent.init, jax.random.PRNGKey(0)), agent.on_resume)
     assert Vault(folder / "experience").about == {
         "env_id": "CartPole-v1",
         "env_kwargs": {"sutton_barto_reward": True},
@@ -195,7 +195,7 @@ def test_experience_has_no_seam_where_a_run_was_resumed(log_interval, monkeypatc
     monkeypatch.setattr(dqn_jax, "collect_rollout", collect_until_the_cut)
     _, _, folder = dqn_jax.train(args, run, stop)
     monkeypatch.setattr(dqn_jax, "collect_rollout", collect)
-    cut = checkpoints.Checkpoints(folder).latest_step()
+    (cut,) = checkpoints.steps_in(folder)
     assert 100 < cut < 300
     agent = make_agent(dqn_jax, args, run)
     dqn_jax.train(args, replace(run, resume=str(folder)))

@@ -26,6 +26,12 @@ def reach(frame_stack=1):
     return images.wrap(SyncVectorEnv([environments.Reach]), frame_stack)
 
 
+def sac_of(args, envs):
+    """An agent for these environments, of which one is also asked for rewards."""
+    spaces = envs.single_observation_space, envs.single_action_space
+    return sac_jax.SAC(args, *spaces, **draws.options(args, envs, lambda count: envs))
+
+
 def sac(**flags):
     """An agent for `Reach`, whose goals at odd rows are near the one before."""
     args = sac_jax.Args(
@@ -37,8 +43,7 @@ def sac(**flags):
         **flags,
     )
     envs = reach(args.frame_stack)
-    spaces = envs.single_observation_space, envs.single_action_space
-    return sac_jax.SAC(args, *spaces, **draws.options(args, envs))
+    return sac_of(args, envs)
 
 
 def stored(agent):
@@ -147,8 +152,7 @@ def test_with_clip_rewards_the_signs_of_new_rewards_are_learned():
 
     args = sac(clip_rewards=True).args
     envs = images.wrap(SyncVectorEnv([Large]), 1)
-    spaces = envs.single_observation_space, envs.single_action_space
-    agent = sac_jax.SAC(args, *spaces, **draws.options(args, envs))
+    agent = sac_of(args, envs)
     pairs, _ = drawn(agent, 3)
     rewards = np.stack([after.experience.reward[:RELABELLED, 0] for _, after in pairs])
     assert set(rewards.ravel().tolist()) == {-1, 0}
@@ -233,7 +237,7 @@ def test_only_what_jax_cannot_trace_is_called_back():
 def refusal(envs, fraction=0.5):
     """What `draws.options` says of environments."""
     with pytest.raises(sac_jax.UsageError) as caught:
-        draws.options(sac_jax.Args(her_fraction=fraction), envs)
+        draws.options(sac_jax.Args(her_fraction=fraction), envs, lambda count: envs)
     return str(caught.value)
 
 

@@ -22,7 +22,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import checkpoints, goals, images, spaces
+from cleanreplay import goals, images, policies, spaces
 from cleanreplay.errors import UsageError
 from cleanreplay.packed import Packed, Part, pack, unpack
 from cleanreplay.vault import Vault
@@ -327,14 +327,14 @@ def test_a_run_of_images_and_numbers_is_resumed(vectorization):
 def test_other_observations_than_the_dict_are_an_error(given, message):
     example = np.zeros(89, np.uint8)
     with pytest.raises(ValueError, match=message):
-        checkpoints.as_observations(given, example, LAYOUT)
+        policies.as_observations(given, example, LAYOUT)
 
 
 def test_numbers_of_another_shape_and_dtype_are_taken():
     given = bars(3)
     wanted = pack(given, LAYOUT)
     given["numbers"] = given["numbers"].astype(np.float64).reshape(3, 1, 2)
-    taken = checkpoints.as_observations(given, np.zeros(89, np.uint8), LAYOUT)
+    taken = policies.as_observations(given, np.zeros(89, np.uint8), LAYOUT)
     np.testing.assert_array_equal(taken, wanted)
 
 
@@ -349,7 +349,7 @@ def test_hindsight_takes_no_images():
         closing(images.wrap(SyncVectorEnv([Everything]), 1)) as envs,
         pytest.raises(UsageError, match="her_fraction takes no images"),
     ):
-        goals.hindsight(dqn_jax.Args(her_fraction=0.5), envs)
+        goals.hindsight(dqn_jax.Args(her_fraction=0.5), envs, None)
 
 
 LEARN = {

@@ -82,7 +82,9 @@ def train(module, folder, flags, number):
 def checkpoint(module, folder):
     """The newest checkpoint, as one process reads it: step, RunnerState, the returns so far."""
     run, args = usage.read_flags(folder, module.Run, module.Args)
-    return checkpoints.Checkpoints(folder).restore(make_trainer(module, args, run).init())
+    like = make_trainer(module, args, run).init()
+    step, training, about = checkpoints.Checkpoints(folder).restore(like)
+    return step, training, about["returns"]
 
 
 def assert_same_run(module, one, other, **tolerance):

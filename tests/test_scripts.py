@@ -26,6 +26,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
+from cleanreplay import checkpoints
 
 SCRIPTS = {
     "dqn_jax": dqn_jax,
@@ -291,12 +292,23 @@ def test_uv_installs_all_that_a_copied_script_needs(tmp_path):
     assert [step for step, _ in scalars["losses/policy_loss"]][-1] >= 1900
 
 
-def test_the_package_imports_no_script_and_orbax_only_when_it_is_used():
+def test_the_package_imports_no_script():
     modules = sorted(file.stem for file in (ROOT / "cleanreplay").glob("[a-z]*.py"))
-    code = "import cleanreplay, sys; assert 'orbax' not in sys.modules\n"
-    code += f"for name in {modules}: __import__(f'cleanreplay.{{name}}')\n"
+    code = f"import sys\nfor name in {modules}: __import__(f'cleanreplay.{{name}}')\n"
     code += f"assert not {set(SCRIPTS)} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_checkpoint_imports_neither_orbax_nor_tensorstore(tmp_path):
+    code = "import dqn_jax, sys\n"
+    code += "run = dqn_jax.Run(eval_episodes=1)\n"
+    code += "args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8)\n"
+    code += "_, _, folder = dqn_jax.train(args, run)\n"
+    code += "assert (folder / 'checkpoints' / '200').is_dir()\n"
+    code += "assert not {'orbax', 'tensorstore'} & set(sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
 
 
 SHORT = "--total-timesteps 200 --learning-starts 50 --batch-size 8 --env-id"
@@ -308,7 +320,7 @@ COLLECTOR = "    observation, valid = env_state\n    num_steps"
 def saved_steps():
     """The steps of the checkpoints of the only run in this folder."""
     (folder,) = Path("runs").iterdir()
-    return [int(path.name) for path in (folder / "checkpoints").iterdir()]
+    return checkpoints.steps_in(folder)
 
 
 @pytest.mark.parametrize(

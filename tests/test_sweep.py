@@ -127,9 +127,9 @@ def test_an_agent_of_a_sweep_whose_numbers_are_not_finite_is_named_once_and_the_
     finite = np.ones((3, 2, 3), bool)  # agents, log entries; rewards, observations, parameters
     finite[1, 1:, 2] = False
     run = dqn_jax.Run(sweep=("gamma=0.9,0.8,0.7",))
-    keeper = SimpleNamespace(run=run, folder=Path("here"))
+    run_folder = SimpleNamespace(run=run, path=Path("here"))
     sweep = Sweep(ARGS, run)
-    check = partial(compiled.check_finite, keeper=keeper, sweep=sweep)
+    check = partial(compiled.check_entries, run_folder=run_folder, sweep=sweep)
     for step in (0, 200):
         check(compiled.Entry({}, None, finite), step, 100)
         finite[1] = False
@@ -419,7 +419,7 @@ def test_the_others_are_saved_and_evaluated_where_one_agent_diverges():
     args = dqn_jax.Args(**DQN | dict(end_e=0.0))
     state, _, folder = dqn_jax.train(args, run)
     assert not np.isfinite(jax.tree.leaves(params_of(state, 0))[0]).all()
-    assert agent_file.read_about(folder / agent_file.NAME)["args"]["learning_rate"] == 0.0
+    assert agent_file.open_agent(folder / agent_file.NAME).about["args"]["learning_rate"] == 0.0
     observations = np.eye(5, dtype=np.float32)
     agent = dqn_jax.DQN(args, Chain.observation_space, Chain.action_space)
     expected = agent.act(params_of(state, 1), observations)

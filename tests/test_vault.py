@@ -1,7 +1,6 @@
 """Experience on disk: row r of a run is row r of its vault, even after a kill or a full disk."""
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -10,7 +9,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -419,25 +417,6 @@ def test_what_it_is_about_must_be_json(tmp_path):
     with pytest.raises(TypeError, match="ndarray is not JSON serializable"):
         Vault(tmp_path / "new", ITEM, num_envs=2, about={"mean": np.zeros(2)})
     assert not (tmp_path / "new").exists()
-
-
-def test_an_old_vault_gets_its_description_at_the_next_write(tmp_path):
-    """There were only `leaves` and `rows` in vault.json."""
-    replay, state, vault = filled(tmp_path)
-    stored = {"leaves": vault.leaves, "rows": 40}
-    text = json.dumps(stored, indent=1).encode()
-    (tmp_path / "vault.json").write_bytes(text + b"\n%08x" % zlib.crc32(text))
-    del vault
-
-    old = Vault(tmp_path)
-    assert old.about == {}
-    assert old.num_envs == 2
-    assert_holds(old, 0, 40)
-
-    again = Vault(tmp_path, ITEM, num_envs=2, about={"seed": 3})
-    assert again.write(replay.add_batch(state, rows(40, 50))) == 10
-    assert Vault(tmp_path).about == {"seed": 3}
-    assert_holds(Vault(tmp_path), 0, 50)
 
 
 def test_a_ring_that_has_gone_round_is_written_only_if_that_is_said(tmp_path):

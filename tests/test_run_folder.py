@@ -1,4 +1,4 @@
-"""cleanreplay/keeper.py: how a run ends, and what is left of one that fails."""
+"""cleanreplay/run_folder.py: how a run ends, and what is left of one that fails."""
 
 import errno
 import itertools
@@ -15,7 +15,8 @@ from helpers import COUNTER, SMALL_DQN, SMALL_PPO
 
 import dqn_jax
 import ppo_jax
-from cleanreplay import UsageError, keeper, load_policy, terminal, tracking
+from cleanreplay import UsageError, terminal, tracking
+from cleanreplay.run_folder import locked
 
 
 def kill_in_rollout(script, number, which, monkeypatch):
@@ -89,7 +90,7 @@ def test_if_the_first_reset_fails_the_run_is_closed_and_the_error_says_where():
     (folder,) = Path("runs").absolute().iterdir()
     assert caught.value.__notes__ == [f"in FailingReset-v0 at step 0 of {folder}"]
     assert handlers() == before
-    with keeper.locked(folder):
+    with locked(folder):
         pass
 
 
@@ -104,33 +105,29 @@ def test_if_its_record_cannot_be_written_the_run_is_closed(env_id, monkeypatch):
     (folder,) = Path("runs").absolute().iterdir()
     assert caught.value.__notes__ == [f"in {env_id}, {folder}"]
     assert handlers() == before
-    with keeper.locked(folder):
+    with locked(folder):
         pass
 
 
 def test_a_new_run_in_the_folder_of_another_one_is_told():
     folder = Path("runs")
     folder.mkdir()
-    with keeper.locked(folder), pytest.raises(UsageError, match=r"^another process trains in runs"):
-        keeper.locked(folder).__enter__()
+    with (
+        locked(folder),
+        pytest.raises(UsageError, match=r"^another process trains in runs"),
+    ):
+        locked(folder).__enter__()
 
 
-@pytest.mark.parametrize("name", ["dqn[lr=1e-3]", "dqn\\lr"])
-def test_a_name_with_signs_that_orbax_cannot_read_is_written_with_others(name):
-    args = dqn_jax.Args(**SMALL_DQN)
-    run = dqn_jax.Run(**COUNTER, exp_name=name)
-    _, _, folder = dqn_jax.train(args, run)
-    assert "dqn-lr" in folder.name
-    load_policy(folder, dqn_jax.__file__)
-
-
-def test_a_folder_that_orbax_cannot_read_is_refused(tmp_path, monkeypatch):
-    parent = tmp_path / "a[b"
+def test_a_run_in_a_folder_with_signs_of_patterns_is_resumed(tmp_path, monkeypatch):
+    parent = tmp_path / "a[b]*\\c"
     parent.mkdir()
     monkeypatch.chdir(parent)
-    with pytest.raises(UsageError, match="could not be read, because of"):
-        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(**COUNTER))
-    assert list(parent.iterdir()) == []
+    args = dqn_jax.Args(**SMALL_DQN)
+    _, _, folder = dqn_jax.train(args, dqn_jax.Run(**COUNTER, exp_name="dqn[lr=1e-3]"))
+    longer = dqn_jax.Args(**SMALL_DQN | dict(total_timesteps=300))
+    dqn_jax.train(longer, dqn_jax.Run(**COUNTER, exp_name="dqn[lr=1e-3]", resume=str(folder)))
+    assert sorted(x.name for x in (folder / "checkpoints").iterdir()) == ["200", "300"]
 
 
 class NotFiniteThenFailing(environments.Counter):

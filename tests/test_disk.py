@@ -1,4 +1,4 @@
-"""cleanreplay/files.py: locks where there are none, and files that are replaced as a whole."""
+"""cleanreplay/disk.py: arrays and files that are written as a whole, and locks."""
 
 import errno
 import fcntl
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cleanreplay import files
+from cleanreplay import disk
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -18,7 +18,7 @@ def test_a_file_system_without_locks_is_named_and_used(number, tmp_path, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (tmp_path / "lock").open("w") as file:
-        assert files.lock(file, tmp_path)
+        assert disk.lock(file, tmp_path)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{tmp_path}: its file system has no locks (not here)")
 
@@ -27,8 +27,8 @@ def test_without_the_module_for_locks_nothing_is_locked(tmp_path, monkeypatch, c
     """As on Windows."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with (tmp_path / "lock").open("w") as file, (tmp_path / "lock").open("w") as other:
-        assert files.lock(file, tmp_path)
-        assert files.lock(other, tmp_path)
+        assert disk.lock(file, tmp_path)
+        assert disk.lock(other, tmp_path)
     assert capsys.readouterr().out.count("no locks on Windows") == 2
 
 
@@ -38,13 +38,13 @@ def test_another_error_of_a_lock_is_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (tmp_path / "lock").open("w") as file, pytest.raises(OSError, match="Input/output"):
-        files.lock(file, tmp_path)
+        disk.lock(file, tmp_path)
 
 
 def test_a_file_is_replaced_or_stays_as_it_was(tmp_path, monkeypatch):
     file = tmp_path / "args.json"
-    files.write_whole(file, b"one")
-    files.write_whole(file, b"two")
+    disk.write_whole(file, b"one")
+    disk.write_whole(file, b"two")
     assert file.read_text() == "two"
 
     def fail(self, target):
@@ -52,7 +52,7 @@ def test_a_file_is_replaced_or_stays_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(file), "replace", fail)
     with pytest.raises(OSError, match="Input/output"):
-        files.write_whole(file, b"three")
+        disk.write_whole(file, b"three")
     assert file.read_text() == "two"
 
 
@@ -67,4 +67,4 @@ def test_a_file_is_replaced_or_stays_as_it_was(tmp_path, monkeypatch):
     ],
 )
 def test_a_full_disk_and_a_full_quota_are_known(error, expected):
-    assert files.is_full(error) is expected
+    assert disk.is_full(error) is expected

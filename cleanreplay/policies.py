@@ -1,0 +1,124 @@
+"""Loads trained agents: as a function from observations to actions, or as what it is made of."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cleanreplay import agent_file, disk, spaces, usage
+from cleanreplay.agents import Script
+from cleanreplay.errors import UsageError
+from cleanreplay.packed import pack
+
+
+class Loaded(NamedTuple):
+    """A trained agent."""
+
+    agent: Any  # an `agents.Agent`
+    params: Any  # those of its `act`
+    script: Script  # the module that trained it
+    args: Any  # flags of the algorithm
+    run: Any  # flags of the experiment
+    observation_space: Any
+
+
+def load_agent(place: Path | str, script: Path | str = "") -> Loaded:
+    """Loads the agent of a file, or of a run the best one; without one, that of a checkpoint."""
+    saved = usage.read_run(place)
+    module = import_script(Path(script or saved["script"]))
+    run, args = usage.read_flags(place, module.Run, module.Args)
+    stored = agent_file.open_agent(agent_file.find(place))
+    number, own = agent_file.first_left(stored.about)
+    args = replace(args, **own)
+    usage.check_flags(args, run)
+    observation_space, action_space = spaces_of(saved, partial(module.make_envs, args, run), run)
+    agent = module.Agent(args, observation_space, action_space)
+    known = disk.names(jax.eval_shape(agent.init, agent_file.KEY_SHAPE))
+    what = f"{stored.file} is of another script or version"
+    found = agent_file.read_leaves(stored, agent_file.policy_leaves(agent), known, what)
+    if number is not None:
+        found = {name: x[number] for name, x in found.items()}
+    params = agent_file.policy_params(agent, found)
+    return Loaded(agent, params, module, args, run, observation_space)
+
+
+def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
+    """See `cleanreplay.load_policy`."""
+    loaded = load_agent(place, script)
+    agent, params = loaded.agent, loaded.params
+    act = agent.policy(params)
+    example = agent.example_step.observation
+    layout = getattr(loaded.observation_space, "layout", ())
+
+    def policy(observations: Any, *is_first: Any) -> np.ndarray:
+        observations = as_observations(observations, example, layout)
+        if len(observations) == 0:  # networks take one or more
+            return agent.policy(params)(example[None])[:0]
+        return act(observations, *is_first)
+
+    return policy
+
+
+def spaces_of(saved: dict, make_envs: Callable, run: Any) -> list:
+    """Returns the spaces of observations and actions of a run.
+
+    Those that JSON does not know, such as Tuple in an edited script, are those of its environment.
+    """
+    known = [saved["spaces"].get(name) for name in ("observation", "action")]
+    if all(known):
+        return [spaces.from_json(about) for about in known]
+    with closing(usage.make_first(run, make_envs)) as envs:
+        return [envs.single_observation_space, envs.single_action_space]
+
+
+def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.ndarray:
+    """Observations [N, ...] as the agent takes them: `example` has shape and dtype of one.
+
+    With a layout they are a dict of arrays [N, ...], which is packed. ValueError if they have
+    another shape, or would be other numbers.
+    """
+    if layout:
+        names = [part.name for part in layout]
+        if not isinstance(given, Mapping) or set(given) != set(names):
+            raise ValueError(f"observations must be a dict of {', '.join(names)}")
+        parts = {}
+        for name, shape, dtype in layout:
+            like = np.zeros((*example.shape[:-1], *shape), dtype)
+            x = np.asarray(given[name])
+            has_numbers = like.dtype.kind == "f" and x.size == len(x) * like.size
+            parts[name] = as_observations(x.reshape(-1, *like.shape) if has_numbers else x, like)
+        return pack(parts, layout)
+    given = np.asarray(given)
+    if given.shape[1:] != example.shape:
+        expected = ", ".join(map(str, example.shape))
+        raise ValueError(f"observations must be [N, {expected}], not {given.shape}")
+    expected = f"observations must be {example.dtype}, as in training"
+    is_float = example.dtype.kind == "f"
+    if given.dtype.kind not in "iub" and not is_float:
+        raise ValueError(f"{expected}, not {given.dtype}")
+    observations = given.astype(example.dtype, copy=False)
+    if not is_float and (observations != given).any():
+        raise ValueError(f"{expected}: numbers from {given.min()} to {given.max()} do not fit")
+    return observations
+
+
+def import_script(file: Path) -> Script:
+    """The module of a script, which need not be on Python's path."""
+    module: Any = sys.modules.get(file.stem)
+    if module is not None and Path(module.__file__ or "").absolute() == file.absolute():
+        return module
+    file = file if file.is_file() else Path(file.name)  # in the working directory
+    if not file.is_file():
+        raise UsageError(f"there is no script {file}: say where, as in load_policy(folder, script)")
+    spec: Any = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,231 @@
+"""Owns the folder of a run: its lock, flags, checkpoints, agents, experience, and its end."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cleanreplay import agent_file, agents, disk, offline, terminal, tracking, usage
+from cleanreplay.checkpoints import Checkpoints, newest
+from cleanreplay.errors import NotFiniteError, UsageError
+from cleanreplay.processes import of_first
+
+DONATED = (
+    "`state` is overwritten while a thread learns from it: use it after `learning.result()`, or "
+    "take what you need before `submit`"
+)
+
+
+class RunFolder(AbstractContextManager):
+    """The folder of a run. Use it in `with`, which ends what began with the run.
+
+    Args:
+      agent: an `agents.Agent`.
+      run: flags of the experiment.
+      folder: is made, or with --resume exists.
+      script: the file that trains, which `load_policy` will need.
+      stop: in `with`, signals are appended to it.
+      env_spaces: `spaces.of_envs`, which is saved for `load_policy`.
+
+    Raises UsageError for flags that do not fit the agent or the run that is resumed.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        run: Any,
+        folder: Path,
+        script: Path | str,
+        stop: list,
+        env_spaces: dict | None = None,
+    ) -> None:
+        self.agent = agent
+        self.run = run
+        self.path = folder
+        self.script = Path(script).absolute()
+        self.stop = stop
+        self.env_spaces = env_spaces or {}
+        self.first_step = 0  # of the start or the resume
+        self.recent_returns: list = []  # those that were restored
+        self.checkpoints: Checkpoints | None = None  # these two with --checkpoint-interval
+        self.best: agent_file.BestAgent | None = None
+        self.vault: Any = None  # the experience on disk, with --save-experience
+        self.on_exit = ExitStack()
+        args = agent.args
+        agents.check_step(agent.example_step)
+        usage.check_iteration(agent.steps_per_iteration, args.total_timesteps, run.log_interval)
+        check_experience(agent, run)
+        self.before = usage.check_resume(args, run) if run.resume else (run, args)
+        self.about = self.flags()
+
+    def flags(self) -> dict:
+        """Returns what args.json has."""
+        args = usage.with_absolute_places(vars(self.agent.args))
+        flags = {"run": vars(self.before[0]), "args": args}
+        return {"script": str(self.script), "spaces": self.env_spaces} | flags
+
+    def __enter__(self) -> "RunFolder":
+        if draw := getattr(self.agent, "draw", None):
+            self.on_exit.callback(getattr(draw, "close", lambda: None))
+        has_processes = self.run.vectorization == "async"
+        self.on_exit.enter_context(terminal.noted_signals(self.stop, has_processes))
+        return self
+
+    def begin(self, init: Callable, on_resume: Callable) -> Any:
+        """Begins the run. Returns the State of `init()`, or with --resume that of a checkpoint.
+
+        That is `on_resume` of the newest one. Sets `first_step` and `recent_returns`.
+        """
+        run = self.run
+        is_first_process = jax.process_index() == 0
+        usage.check_memory(init)
+        if run.track and not run.resume:  # without a login there will be no folder
+            self.begin_tracking()
+        if is_first_process:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.on_exit.enter_context(locked(self.path))
+        if run.track and run.resume:
+            self.begin_tracking()
+        checkpoints = Checkpoints(self.path)
+        self.on_exit.callback(checkpoints.wait)
+        state = init()
+        if run.resume:
+            state = on_resume(self.restore(checkpoints, state))
+        elif source := getattr(self.agent.args, "init_from", ""):
+            state = agent_file.start_from(source, state, self.agent)
+        if getattr(self.agent.args, "offline_data", ""):
+            state = offline.add_to(state, self.agent, run, self.env_spaces)
+        self.vault = open_vault(self.agent, run, self.path, self.script)
+        if is_first_process:
+            self.write_flags()
+        if run.checkpoint_interval > 0:
+            self.checkpoints = checkpoints
+            self.best = agent_file.BestAgent(self.path, self.about) if is_first_process else None
+        if run.track:
+            self.on_exit.callback(tracking.log_videos, self.path, self.first_step)
+        return state
+
+    def begin_tracking(self) -> None:
+        """Begins the run in Weights & Biases, or resumes it."""
+        tracking.init_wandb(self.path.name, vars(self.run) | vars(self.agent.args))
+
+    def restore(self, checkpoints: Checkpoints, state: Any) -> Any:
+        """Restores the newest checkpoint. `state` has its shapes; its arrays are overwritten."""
+        steps = int(of_first(partial(newest, self.path)).parent.name)
+        total = self.agent.args.total_timesteps
+        if total < min(steps, self.before[1].total_timesteps):
+            raise UsageError(f"resume: {steps} steps were made, more than {total}")
+        self.first_step, state, about = checkpoints.restore(state)
+        self.recent_returns = [math.nan if x is None else x for x in about["returns"]]
+        return state
+
+    def write_flags(self) -> None:
+        """Writes args.json, and adds to run.json."""
+        disk.write_whole(self.path / "args.json", disk.to_json(self.about).encode())
+        tracking.write_origin(self.path, self.first_step, self.script)
+
+    def write_header(self, writer: Any, own: dict[str, Any] | None = None) -> None:
+        """Writes the flags to the event file of an agent; `own` are those that differ."""
+        flags = vars(self.run) | vars(self.agent.args) | (own or {})
+        tracking.write_header(writer, flags, self.first_step)
+
+    def save(
+        self, step: int, state: Any, params: Any, recent_returns: Sequence, **agents: Any
+    ) -> None:
+        """Saves the state of training after `step`, if the parameters of `act` are finite.
+
+        `agents` tells which agents a State has with an axis for them: their number `num_agents`,
+        those that are `lost`, and their values of swept flags, `swept`.
+        """
+        check_finite(params, self.path)
+        if self.checkpoints is None:
+            return
+        returns = [float(x) if math.isfinite(x) else None for x in recent_returns]
+        about = {"step": step, "returns": returns, "is_whole": True, "num_agents": None, "own": {}}
+        self.checkpoints.save(step, offline.without_data(state), self.about | about | agents)
+
+    @cached_property
+    def policy_names(self) -> list[str]:
+        """Names the leaves of a State that the policy needs. It takes longer than to write them."""
+        return list(agent_file.policy_leaves(self.agent))
+
+    def policy_part(self, state: Any) -> dict[str, Any]:
+        """Returns the leaves of a State that the policy needs, by their names."""
+        leaves = disk.by_name(state)
+        return {name: leaves[name] for name in self.policy_names}
+
+    def save_if_best(
+        self, step: int, leaves: dict[str, Any], score: float, own: dict[str, Any] | None = None
+    ) -> None:
+        """Saves an agent, unless an earlier one had this score or a higher one.
+
+        Args:
+          step: of the evaluation.
+          leaves: `policy_part` of a State.
+          score: mean return.
+          own: flags of the algorithm in which this agent differs from args.json.
+        """
+        if self.best is not None:
+            self.best.save_if_better(step, leaves, score, own)
+
+    def write_experience(self, state: Any) -> None:
+        """Appends what is new in the replay to the vault, with --save-experience.
+
+        Call it first with the state that `begin` returned: this drops what was written after the
+        checkpoint.
+        """
+        if self.vault is not None:
+            self.vault.write(self.agent.experience(state))
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, RuntimeError) and "deleted" in str(error):
+            error.add_note(DONATED)
+        if isinstance(error, Exception) and not hasattr(error, "__notes__"):
+            error.add_note(f"in {self.run.env_id}, {self.path}")
+        self.on_exit.close()
+        if isinstance(error, OSError) and disk.is_full(error):
+            raise UsageError(f"no space left on the disk of {self.path}") from error
+
+
+def are_finite(tree: Any, xp: Any = np) -> Any:
+    """Returns whether all numbers of a pytree are finite: [] bool. Inside jit `xp` is jax.numpy."""
+    return xp.stack([xp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
+def check_finite(params: Any, folder: Path) -> None:
+    """Raises NotFiniteError if parameters are NaN or infinite."""
+    if not are_finite(params):
+        raise NotFiniteError(f"{folder}: diverged, parameters are not finite")
+
+
+def check_experience(agent: Any, run: Any) -> None:
+    """Raises UsageError if --save-experience cannot keep all steps of the replay."""
+    longest = run.log_interval + agent.steps_per_iteration  # steps between two writes
+    if agents.saves_experience(agent) and longest > agent.args.buffer_size:
+        raise UsageError(f"buffer_size must be >= {longest} to save each log_interval")
+
+
+def open_vault(agent: Any, run: Any, folder: Path, script: Path) -> Any:
+    """The experience on disk with --save-experience, otherwise None."""
+    if not agents.saves_experience(agent):
+        return None
+    from cleanreplay.vault import Vault
+
+    about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs), "seed": run.seed}
+    about["script"] = script.stem
+    return Vault(folder / "experience", agent.stored_step, agent.args.num_envs, about=about)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """In `with`, no other process trains in the folder. UsageError if one does."""
+    with (folder / ".lock").open("a") as file:
+        if not disk.lock(file, folder):
+            raise UsageError(f"another process trains in {folder}")
+        yield
