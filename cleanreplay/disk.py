@@ -28,7 +28,7 @@ KEY, SUM = "cleanreplay", "crc32"  # of the metadata, whose values are texts
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 LARGE = 1_000_000  # bytes; arrays of checkpoints that are larger are compressed
 CHUNK_BYTES = 2**20  # at most; a chunk is compressed and written as a whole
-CHUNKS_AT_ONCE = 64  # that are in memory while a large array is written or read
+CHUNKS_AT_ONCE = 8  # that are in memory while a large array is written or read
 # With tensorstore's own locks a killed writer leaves a file that the next write of a chunk goes
 # into without cutting it. Without them each write has a file of its own name.
 CONTEXT = {"file_io_locking": {"mode": "none"}}
