@@ -1131,6 +1131,19 @@ def n_step_return(
     return total, jnp.where(is_terminated, 0, discount), steps
 
 
+def discounted_sum(x: Array, discount: Any, first: Array, reverse: bool = False) -> Array:
+    """y[t] = x[t] + discount[t] * y[t - 1], or y[t + 1] in reverse; [S, N], `first` is [N]."""
+
+    def step(previous: Array, row: tuple) -> tuple[Array, Array]:
+        x, discount = row
+        y = x + discount * previous
+        return y, y
+
+    # Eight rows in one turn of the loop: less overhead.
+    _, sums = lax.scan(step, first, (x, discount), unroll=8, reverse=reverse)
+    return sums
+
+
 def stack_frames(frames: Any, count: int, mask: Any) -> Any:
     """Turns windows of single observations into windows of stacks: an episode's last K of them.
 

@@ -29,6 +29,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Args:
     start_e: float = 1.0  # epsilon, the probability of a random action, at the start
     end_e: float = 0.05  # epsilon from the end of exploration-fraction on
     exploration_fraction: float = 0.5  # fraction of total-timesteps over which epsilon is annealed
-    learning_starts: int = 10_000  # steps before the first gradient step; 0: batch-size
+    learning_starts: int = 10_000  # steps before the first gradient step; at least batch-size
     train_frequency: int = 10  # steps between gradient steps
     gradient_steps: int = 1  # gradient steps every train-frequency steps
     hidden_sizes: tuple[int, ...] = (120, 84)  # widths of the layers, but for images
@@ -101,19 +102,15 @@ class QNetwork(nn.Module):
     """Q(s, .) [B, num_actions] of observations [B, ...]."""
 
     num_actions: int
-    hidden_sizes: tuple[int, ...] = (120, 84)
-    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
+    features: Callable  # makes vectors of observations
+    hidden_sizes: tuple[int, ...]
 
     @nn.compact
     def __call__(self, x):
-        if self.layout:
-            x = cleanreplay.images.features(x, self.layout)
-        if cleanreplay and cleanreplay.images.are_images(x):
-            return nn.Dense(self.num_actions)(cleanreplay.images.cnn(x))
-        x = x.reshape(len(x), -1).astype(jnp.float32)
-        for width in self.hidden_sizes:
-            x = nn.relu(nn.Dense(width)(x))
-        return nn.Dense(self.num_actions)(x)
+        x = self.features(x)
+        for i, width in enumerate(self.hidden_sizes):
+            x = nn.relu(nn.Dense(width, name=f"q_{i}")(x))
+        return nn.Dense(self.num_actions, name="q")(x)
 
 
 class Step(NamedTuple):
@@ -152,19 +149,13 @@ class State(NamedTuple):
     target_params: Any
     opt_state: optax.OptState
     replay: Any  # the state of the replay buffer of Steps
-    offline: Any = ()  # the state of a buffer with --offline-data
-
-
-def draw_windows(replay, state: State, key, batch_size: int):
-    """Draws windows of the replay. --her-fraction and --offline-data have others drawn, too."""
-    return replay.sample(state.replay, key, batch_size)
 
 
 class DQN:
     """The algorithm, as pure functions of a `State`.
 
-    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `draw` may draw
-    other windows than those of the replay, see cleanreplay/draws.py.
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `wrap_replay` may
+    make a replay with other batches, see cleanreplay/replays.py.
     """
 
     def __init__(
@@ -173,75 +164,51 @@ class DQN:
         observation_space,
         action_space,
         shard_batch=lambda batch: batch,
-        draw=draw_windows,
+        wrap_replay=lambda replay: replay,
     ):
-        self.learning_starts = args.learning_starts or args.batch_size
-        if not args.batch_size <= self.learning_starts < args.total_timesteps:
+        if not args.batch_size <= args.learning_starts < args.total_timesteps:
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         if not isinstance(action_space, gym.spaces.Discrete):
             raise UsageError(f"DQN takes Discrete actions, not {action_space}: try ppo_jax.py")
         self.args = args
         self.shard_batch = shard_batch
-        self.draw = draw
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
         # The smallest number of steps that is a whole number of steps of all environments, and of
         # gradient steps: num_envs and train_frequency divide it.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
-        self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
-        self.updates_per_iteration *= args.gradient_steps
+        turns = self.steps_per_iteration // args.train_frequency
+        self.updates_per_iteration = turns * args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
-        has_image_dtype = observation_space.dtype in (np.uint8, bool)
-        dtype = observation_space.dtype if has_image_dtype else np.float32
-        observation = np.zeros(observation_space.shape, dtype)
-        flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
-        self.example_step = Step(observation, np.int32(0), np.float32(0), **flags)
-        self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
-        if args.frame_stack > 1:
-            self.stored_step = self.example_step._replace(observation=observation[-1])
-        layout = getattr(observation_space, "layout", ())
-        self.network: Any = QNetwork(self.num_actions, args.hidden_sizes, layout)
+        self.example_step = example_of(observation_space, action=np.int32(0))
+        seen = features_of(observation_space, args.hidden_sizes)
+        self.network: Any = QNetwork(self.num_actions, *seen)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         self.optimizer = optax.flatten(optax.adam(args.learning_rate, eps=args.adam_epsilon))
-        # The replay draws windows of consecutive steps: a stack of frames, and n steps after it.
-        window = args.frame_stack + args.n_step
+        window = 1 + args.n_step  # the replay draws windows of consecutive steps
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
-        self.replay = buffers.prioritised_replay(
+        replay = buffers.prioritised_replay(
             rows * args.num_envs,
             args.priority_exponent,
             num_envs=args.num_envs,
             sequence_length=window,
         )
+        self.replay = wrap_replay(replay)
         exploration_steps = int(args.exploration_fraction * args.total_timesteps)
         self.epsilon_at = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
-        last_update = float(args.total_timesteps // args.train_frequency * args.gradient_steps)
-        self.beta_at = optax.linear_schedule(args.importance_exponent, 1.0, max(last_update, 1))
-        period = args.target_network_frequency * args.gradient_steps // args.train_frequency
-        self.target_period = min(max(period, 1), 2**31 - 1)  # in gradient steps
+        self.beta_at = optax.linear_schedule(args.importance_exponent, 1.0, args.total_timesteps)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def init(self, key) -> State:
-        """The state before training. Jitted, because `params` stand in it twice."""
+        """Returns the state before training. Call it in `jit`: `params` stand in it twice."""
         params = self.network.init(key, self.example_step.observation[None])
         opt_state = self.optimizer.init(params)
-        replay = self.replay.init(self.stored_step)
+        replay = self.replay.init(self.example_step)
         return State(params, params, opt_state, replay)
 
-    def on_resume(self, state: State) -> State:
-        """The state of a resumed run, whose environments begin new episodes."""
-        return state._replace(replay=cleanreplay.checkpoints.truncate_episodes(state.replay))
-
-    def learned(self, state: State) -> State:
-        """The part of a state that another run may begin with, see --init-from."""
-        return state._replace(replay=(), offline=())
-
     def policy_params(self, state: State):
-        """The part of a state that `act` needs."""
+        """Returns the part of a state that `act` needs."""
         return state.params
-
-    def experience(self, state: State):
-        """The part of a state that --save-experience writes to disk."""
-        return state.replay
 
     def act(self, params, observation, key=None, step=0):
         """Chooses actions [N]: epsilon-greedily if there is a key, otherwise greedily."""
@@ -256,32 +223,24 @@ class DQN:
         return jnp.where(explores, random_action, action)
 
     def to_env_action(self, action):
-        """The environment's actions, which need not start at 0."""
+        """Returns the environment's actions, which need not start at 0."""
         return action + self.first_action
 
-    def policy(self, params, key=None):
-        """A function from NumPy observations [N, ...] to the environment's actions [N]."""
-
-        def policy(observation, step=0):
-            return self.to_env_action(np.asarray(self.act(params, observation, key, step)))
-
-        return policy
-
     def to_transitions(self, window: Step, key) -> Transition:
-        """Turns windows of steps [B, W, ...] into transitions. The key is for draws of your own."""
-        first = self.args.frame_stack - 1  # the steps before it only fill its stack
-        steps = jax.tree.map(lambda x: x[:, first : first + self.args.n_step], window)
+        """Turns sequences of steps [B, n + 1, ...] into transitions. Use the key if you draw."""
+        steps = jax.tree.map(lambda x: x[:, :-1], window)
+        reward = jnp.sign(steps.reward) if self.args.clip_rewards else steps.reward
         reward, discount, num_steps = buffers.n_step_return(
-            steps.reward, steps.terminated, steps.truncated, self.args.gamma
+            reward, steps.terminated, steps.truncated, self.args.gamma
         )
-        stack = buffers.stack_frames(window.observation, self.args.frame_stack, window.valid)
-        next_stack = stack[jnp.arange(len(num_steps)), num_steps]
-        action = steps.action[:, 0]
-        valid = steps.valid[:, 0]
-        return Transition(stack[:, 0], action, reward, discount, next_stack, valid)
+        next_observation = window.observation[jnp.arange(len(num_steps)), num_steps]
+        first = jax.tree.map(lambda x: x[:, 0], window)
+        return Transition(
+            first.observation, first.action, reward, discount, next_observation, first.valid
+        )
 
     def loss(self, params, target_params, batch: Transition, weights):
-        """Weighted mean squared TD error of the batch; the metrics and the TD errors [B]."""
+        """Returns the weighted mean squared TD error; the metrics and the TD errors [B]."""
         next_q = self.network.apply(target_params, batch.next_observation)
         selector = next_q
         if self.args.double_q:
@@ -298,17 +257,17 @@ class DQN:
         mean_value = buffers.masked_mean(value, batch.valid)
         return loss, ({"losses/td_loss": loss, "losses/q_values": mean_value}, td_error)
 
-    def gradient_step(self, state: State, key, update) -> tuple[State, dict]:
-        """Learns from a batch of the replay; `update` is the number of this gradient step."""
+    def gradient_step(self, state: State, key, step, next_step) -> tuple[State, dict]:
+        """Learns from a batch of the replay at `step`. The next gradient step is at `next_step`."""
         args = self.args
-        sample = self.draw(self.replay, state, key, args.batch_size)
+        sample = self.replay.sample(state.replay, key, args.batch_size)
         window = self.shard_batch(sample.experience)
         batch = self.to_transitions(window, jax.random.fold_in(key, 1))
         grad_fn = jax.grad(self.loss, has_aux=True)
         # Where nothing is learned, the weight is 0 and so is the priority: it is not drawn again.
-        is_data = sample.indices < 0  # of --offline-data, which is drawn uniformly
+        is_data = sample.indices < 0  # of --offline-data: drawn uniformly
         probabilities = jnp.where(batch.valid & ~is_data, sample.probabilities, 0)
-        weights = buffers.importance_weights(probabilities, self.beta_at(update))
+        weights = buffers.importance_weights(probabilities, self.beta_at(next_step))
         weights = jnp.where(is_data, 1, weights)
         gradient, (metrics, td_error) = grad_fn(state.params, state.target_params, batch, weights)
         priorities = jnp.where(batch.valid, jnp.abs(td_error) + args.priority_epsilon, 0)
@@ -316,28 +275,26 @@ class DQN:
         smallest_weight = jnp.min(weights, where=batch.valid, initial=1)
         metrics["losses/importance_weight_min"] = smallest_weight
         metrics["losses/priority_max"] = replay.max_priority
-        metrics["charts/beta"] = self.beta_at(update)
+        metrics["charts/beta"] = self.beta_at(next_step)
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        tau = jnp.where(update % self.target_period == 0, args.tau, 0.0)
+        is_turn = buffers.is_due(args.target_network_frequency, step, next_step)
+        tau = jnp.where(is_turn, args.tau, 0.0)
         target_params = optax.incremental_update(params, state.target_params, tau)
-        return State(params, target_params, opt_state, replay, state.offline), metrics
+        return State(params, target_params, opt_state, replay), metrics
 
     def train_step(self, state: State, rollout: Step, key, step):
         """Stores the rollout [S, N] that began at `step`, and takes the gradient steps.
 
         Returns the State, the parameters to act with, and the metrics of the last gradient step.
         """
-        if self.args.frame_stack > 1:
-            rollout = rollout._replace(observation=rollout.observation[:, :, -1])
-        if self.args.clip_rewards:
-            rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state = state._replace(replay=self.replay.add_batch(state.replay, rollout))
-        learns = step + self.steps_per_iteration > self.learning_starts
+        learns = step + self.steps_per_iteration > self.args.learning_starts
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
         keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
-        first = step // self.args.train_frequency * self.args.gradient_steps + 1
-        inputs = (keys, first + jnp.arange(self.updates_per_iteration))
+        turns = jnp.arange(self.updates_per_iteration + 1)  # each at an environment step:
+        at = step + turns * self.args.train_frequency // self.args.gradient_steps
+        inputs = (keys, at[:-1], at[1:])
         state, metrics = buffers.repeat(self.gradient_step, state, inputs, gradient_steps)
         metrics["charts/epsilon"] = self.epsilon_at(step)
         metrics["charts/gradient_steps"] = gradient_steps
@@ -346,22 +303,20 @@ class DQN:
 
 
 def collect_rollout(agent: DQN, envs, params, env_state: tuple, key, step: int):
-    """Takes S steps in N environments: Steps [S, N, ...], and the next `env_state`."""
+    """Takes S steps in N environments. Returns Steps [S, N, ...] and the next `env_state`."""
     observation, valid = env_state
-    num_steps, num_envs = agent.rollout_shape
-    example = agent.example_step
-    rollout = Step(*[np.empty((num_steps, num_envs, *x.shape), x.dtype) for x in example])
+    num_steps, num_envs = shape = agent.rollout_shape
+    rollout = Step(*[np.empty((*shape, *x.shape), x.dtype) for x in agent.example_step])
+    observations, actions, rewards, terminations, truncations, valids = rollout
     for t in range(num_steps):
-        observation = np.array(observation, example.observation.dtype)  # `envs` may overwrite it
-        action = np.asarray(agent.act(params, observation, key, step + t * num_envs))
+        observations[t] = observation  # `envs` may overwrite it
+        action = np.asarray(agent.act(params, observations[t], key, step + t * num_envs))
         env_action = agent.to_env_action(action)
-        next_observation, reward, terminated, truncated, info = envs.step(env_action)
-        now = Step(observation, action, reward, terminated, truncated, valid)
-        for rows, x in zip(rollout, now, strict=True):
-            rows[t] = x
-        observation = next_observation
-        valid = ~(rollout.terminated[t] | rollout.truncated[t])
-    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
+        observation, rewards[t], terminations[t], truncations[t], info = envs.step(env_action)
+        actions[t] = action
+        valids[t] = valid
+        valid = ~(terminations[t] | truncations[t])
+    rewards[~valids] = 0  # whatever the environments return for a reset
     return rollout, (observation, valid)
 
 
@@ -423,10 +378,30 @@ class Run:
 
 
 def need(what: str) -> Any:
-    """The package cleanreplay, for something that cannot do without it."""
+    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
     if cleanreplay is None:
         raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
     return cleanreplay
+
+
+def features_of(observation_space, hidden_sizes=(), init=None):
+    """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
+
+    Its layers belong to the flax module that calls it. Also returns the widths of the layers after
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    """
+    if cleanreplay:
+        return cleanreplay.images.features_of(observation_space, hidden_sizes, init)
+    size = math.prod(observation_space.shape)
+    return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
+
+
+def example_of(observation_space, action, *more) -> Step:
+    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    is_bytes = observation_space.dtype in (np.uint8, bool)
+    dtype = observation_space.dtype if is_bytes else np.float32
+    observation = np.zeros(observation_space.shape, dtype)
+    return Step(observation, action, np.float32(0), np.False_, np.False_, np.False_, *more)
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
@@ -462,7 +437,7 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
 
 
 def reset(envs, key, step: int):
-    """Starts an episode in each environment: observations, and the valid [N] of the next step."""
+    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
     seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
@@ -517,10 +492,10 @@ class Log(AbstractContextManager):
     def count_episodes(self, step: int, rollout: Step):
         """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
         done = rollout.terminated | rollout.truncated
-        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
-        for row, over in zip(rewards_and_steps, done, strict=True):
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
+        for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
             self.unfinished += row
-            if over.any():
+            if is_end:
                 self.ended.extend(self.unfinished[:, over].T)
                 self.unfinished[:, over] = 0
 
@@ -560,7 +535,7 @@ class Log(AbstractContextManager):
         """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
 
     def mean_return(self) -> float:
-        """The mean return of the last 100 episodes, NaN before the first."""
+        """Returns the mean return of the last 100 episodes, NaN before the first."""
         return float(np.mean(self.recent_returns or np.nan))
 
     def __exit__(self, *error):
@@ -581,7 +556,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     first = cleanreplay.usage.check(args, run, make_more) if cleanreplay else make_more(1)
     with closing(first):  # all that is to know of the environments is read from it
         spaces = (first.single_observation_space, first.single_action_space)
-        more = cleanreplay.draws.options(args, first, make_more) if cleanreplay else {}
+        more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
         jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(first, run)
         env_spaces: Any = cleanreplay and cleanreplay.spaces.of_envs(first)
@@ -599,7 +574,7 @@ def train(args: Args, run: Run, stop: list | None = None):
 
 
 def main():
-    """The command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
+    """Runs the command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
     Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
     what = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # the paper, and two commands
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])

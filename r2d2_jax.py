@@ -31,6 +31,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -75,13 +76,13 @@ class Args:
     max_grad_norm: float = 1.0  # largest norm of a gradient, which is scaled down to it
     buffer_size: int = 50_000  # steps that the replay buffer holds
     gamma: float = 0.99  # discount factor
-    target_network_frequency: int = 2_000  # steps between two copies to the target network
+    target_network_frequency: int = 2_000  # steps between two updates of the target network
     batch_size: int = 32  # windows per gradient step
     start_e: float = 1.0  # epsilon, the probability of a random action, at the start
     end_e: float = 0.05  # epsilon from the end of exploration-fraction on
     exploration_fraction: float = 0.3  # fraction of total-timesteps over which epsilon is annealed
-    learning_starts: int = 5_000  # steps before the first gradient step; 0: a window of each env
-    train_frequency: int = 16  # steps per gradient step
+    learning_starts: int = 5_000  # steps before the first gradient step, which needs a window
+    train_frequency: int = 16  # steps between gradient steps
     hidden_size: int = 64  # width of the LSTM
     forget_bias: float = 0.0  # of the LSTM's forget gates at the start; above 0 it remembers longer
     last_action: bool = True  # the network sees the action of the step before
@@ -109,33 +110,30 @@ class QNetwork(nn.Module):
     num_actions: int
     hidden_size: int
     last_action: bool  # whether it sees the last action: one-hot, zeros if there was none
-    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
+    features: Callable  # makes vectors of observations
+    hidden_sizes: tuple[int, ...]  # widths of the layers before the LSTM
 
     @nn.compact
     def __call__(self, carry, observation, last_action, valid):
         x = observation.reshape(valid.size, *observation.shape[2:])
-        x = self.features(x).reshape(*valid.shape, -1)
+        x = self.features(x)
+        for i, width in enumerate(self.hidden_sizes):
+            x = nn.relu(nn.Dense(width, name=f"encoder_{i}")(x))
+        x = x.reshape(*valid.shape, -1)
         if self.last_action:
             one_hot = jax.nn.one_hot(last_action - 1, self.num_actions, dtype=x.dtype)
             x = jnp.concatenate([x, one_hot], axis=-1)
         scan = nn.scan(self.step, variable_broadcast="params", split_rngs={"params": False})
         carry, x = scan(nn.OptimizedLSTMCell(self.hidden_size, name="lstm"), carry, (x, valid))
-        value = nn.Dense(1)(nn.relu(nn.Dense(self.hidden_size)(x)))
-        advantage = nn.Dense(self.num_actions)(nn.relu(nn.Dense(self.hidden_size)(x)))
+        value = nn.relu(nn.Dense(self.hidden_size, name="value_0")(x))
+        value = nn.Dense(1, name="value")(value)
+        advantage = nn.relu(nn.Dense(self.hidden_size, name="advantage_0")(x))
+        advantage = nn.Dense(self.num_actions, name="advantage")(advantage)
         return value + advantage - advantage.mean(axis=-1, keepdims=True), carry
-
-    def features(self, x):
-        """Embeds observations [W * B, ...] as vectors [W * B, F]."""
-        if self.layout:
-            x = cleanreplay.images.features(x, self.layout)
-        if cleanreplay and cleanreplay.images.are_images(x):
-            return cleanreplay.images.cnn(x)
-        x = x.reshape(len(x), -1).astype(jnp.float32)
-        return nn.relu(nn.Dense(self.hidden_size)(x))
 
     @staticmethod
     def step(cell, carry, inputs):
-        """One step of the LSTM."""
+        """Takes one step of the LSTM."""
         x, valid = inputs
         carry, x = cell(carry, x)
         carry = jax.tree.map(lambda x: jnp.where(valid[:, None], x, 0), carry)
@@ -172,12 +170,12 @@ class State(NamedTuple):
 
 
 def rescale(x, epsilon=1e-3):
-    """h(x), which makes large values small: section 2.3 of the paper."""
+    """Computes h(x), which makes large values small: section 2.3 of the paper."""
     return x / (jnp.sqrt(jnp.abs(x) + 1) + 1) + epsilon * x
 
 
 def unscale(x, epsilon=1e-3):
-    """The inverse of h, without differences that would cancel near 0."""
+    """Computes the inverse of h, without differences that would cancel near 0."""
     slope = 1 + 2 * epsilon
     root = 2 * jnp.abs(x) / (slope + jnp.sqrt(slope**2 + 4 * epsilon * jnp.abs(x)))
     return jnp.sign(x) * root * (root + 2)
@@ -186,22 +184,20 @@ def unscale(x, epsilon=1e-3):
 class R2D2:
     """The algorithm, as pure functions of a `State`.
 
-    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. A memory is a tuple
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `wrap_replay` may
+    make a replay with other batches, see cleanreplay/replays.py. A memory is a tuple
     (cell [N, H], hidden [N, H], last_action [N]). last_action is 1 + the action of the step before,
     and 0 if there was none; so a memory is zero at the start of an episode.
     """
 
     def __init__(
-        self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
+        self,
+        args: Args,
+        observation_space,
+        action_space,
+        shard_batch=lambda batch: batch,
+        wrap_replay=lambda replay: replay,
     ):
-        # The replay draws windows of consecutive steps: what fills a stack of frames, the burn-in,
-        # the steps to learn from, and n steps after the last of them.
-        self.window = args.frame_stack - 1 + args.burn_in + args.train_length + args.n_step
-        unit = args.num_envs * args.period
-        smallest = (math.ceil(self.window / args.period) + 1) * unit  # always holds a window
-        self.learning_starts = args.learning_starts or smallest
-        if not smallest <= self.learning_starts < args.total_timesteps:
-            raise UsageError(f"learning_starts must be from {smallest} to total_timesteps - 1")
         if not isinstance(action_space, gym.spaces.Discrete):
             what = f"R2D2 takes Discrete actions, not {action_space}"
             raise UsageError(f"{what}: try recurrent_ppo_jax.py")
@@ -214,67 +210,51 @@ class R2D2:
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
-        has_image_dtype = observation_space.dtype in (np.uint8, bool)
-        dtype = observation_space.dtype if has_image_dtype else np.float32
-        observation = np.zeros(observation_space.shape, dtype)
         carry = np.zeros(args.hidden_size, np.float32)
         memory = (carry, carry, np.int32(0))
-        flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
-        self.example_step = Step(observation, np.int32(0), np.float32(0), **flags, memory=memory)
-        self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
-        if args.frame_stack > 1:
-            self.stored_step = self.example_step._replace(observation=observation[-1])
-        layout = getattr(observation_space, "layout", ())
-        sizes = (self.num_actions, args.hidden_size)
-        self.network: Any = QNetwork(*sizes, args.last_action, layout)
+        self.example_step = example_of(observation_space, np.int32(0), memory)
+        seen = features_of(observation_space, (args.hidden_size,))
+        self.network: Any = QNetwork(self.num_actions, args.hidden_size, args.last_action, *seen)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         clip = optax.clip_by_global_norm(args.max_grad_norm)
         adam = optax.adam(args.learning_rate, eps=args.adam_epsilon)
         self.optimizer = optax.flatten(optax.chain(clip, adam))
         exploration_steps = int(args.exploration_fraction * args.total_timesteps)
         self.epsilon_at = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
-        self.target_period = max(args.target_network_frequency // args.train_frequency, 1)
-        self.replay = buffers.prioritised_replay(
-            max(math.ceil(args.buffer_size / unit) * unit, smallest),
-            args.priority_exponent,
-            num_envs=args.num_envs,
-            sequence_length=self.window,
-            period=args.period,
-        )
+        # The replay draws windows of consecutive steps: the burn-in, the steps to learn from, and n
+        # steps after the last of them.
+        unit = args.num_envs * args.period
+        window = args.burn_in + args.train_length + args.n_step
+        size = max(args.buffer_size, args.num_envs * (window + args.period))
+        size = math.ceil(size / unit) * unit
+        shape = dict(num_envs=args.num_envs, sequence_length=window, period=args.period)
+        replay = buffers.prioritised_replay(size, args.priority_exponent, **shape)
+        self.replay = wrap_replay(replay)
+        smallest = (math.ceil(self.replay.window / args.period) + 1) * unit  # always holds a window
+        if not smallest <= args.learning_starts < args.total_timesteps:
+            raise UsageError(f"learning_starts must be from {smallest} to total_timesteps - 1")
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def init(self, key) -> State:
-        """The state before training. Jitted, because `params` stand in it twice."""
+        """Returns the state before training. Call it in `jit`: `params` stand in it twice."""
         window = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), self.example_step)
         params = self.network.init(key, *self.inputs(window))
         params["params"]["lstm"]["hf"]["bias"] += self.args.forget_bias
         opt_state = self.optimizer.init(params)
-        replay = self.replay.init(self.stored_step)
+        replay = self.replay.init(self.example_step)
         return State(params, params, opt_state, replay)
 
-    def on_resume(self, state: State) -> State:
-        """The state of a resumed run, whose environments begin new episodes."""
-        return state._replace(replay=cleanreplay.checkpoints.truncate_episodes(state.replay))
-
-    def learned(self, state: State) -> State:
-        """The part of a state that another run may begin with, see --init-from."""
-        return state._replace(replay=())
-
     def policy_params(self, state: State):
-        """The part of a state that `act` needs."""
+        """Returns the part of a state that `act` needs."""
         return state.params
 
-    def experience(self, state: State):
-        """The part of a state that --save-experience writes to disk."""
-        return state.replay
-
     def no_memory(self, num_envs: int) -> tuple:
-        """The memory at the start of an episode."""
+        """Returns the recurrent state at the start of an episode."""
         example = self.example_step.memory
         return tuple([np.zeros((num_envs, *x.shape), x.dtype) for x in example])
 
     def act(self, params, observation, memory, key=None, step=0):
-        """Chooses actions [N], epsilon-greedily if there is a key. And the memory after them."""
+        """Chooses actions [N], epsilon-greedily with a key. Also returns the memory after them."""
         cell, hidden, last_action = memory
         step_input = observation[None], last_action[None], jnp.ones((1, len(observation)), bool)
         q_values, carry = self.network.apply(params, (cell, hidden), *step_input)
@@ -287,43 +267,22 @@ class R2D2:
         return action, (*carry, action + 1)
 
     def to_env_action(self, action):
-        """The environment's actions, which need not start at 0."""
+        """Returns the environment's actions, which need not start at 0."""
         return action + self.first_action
 
-    def policy(self, params, key=None):
-        """A function from NumPy observations [N, ...] to the environment's actions [N].
-
-        It keeps the memory from call to call. `is_first` [N] says where episodes begin; they all do
-        at the first call, and if N changes.
-        """
-        memory = self.no_memory(0)
-
-        def policy(observation, is_first=False, step=0):
-            nonlocal memory
-            num_envs = len(observation)
-            if len(memory[0]) != num_envs:
-                memory = self.no_memory(num_envs)
-            is_first = np.broadcast_to(np.asarray(is_first, bool), num_envs)
-            memory = keep_memory(memory, ~is_first)
-            action, memory = self.act(params, observation, memory, key, step)
-            return self.to_env_action(np.asarray(action))
-
-        return policy
-
-    def to_window(self, experience: Step, key) -> Step:
-        """Turns windows [B, W, ...] into stacks [W, B, ...]. The key is for draws of your own."""
-        first = self.args.frame_stack - 1  # the steps before it only fill its stack
-        stack = buffers.stack_frames(experience.observation, first + 1, experience.valid)
-        window = jax.tree.map(lambda x: x[:, first:], experience._replace(observation=()))
-        return jax.tree.map(lambda x: x.swapaxes(0, 1), window._replace(observation=stack))
+    def to_window(self, window: Step, key) -> Step:
+        """Turns sequences of steps [B, W, ...] into [W, B, ...]. Use the key if you draw."""
+        if self.args.clip_rewards:
+            window = window._replace(reward=jnp.sign(window.reward))
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), window)
 
     def inputs(self, window: Step):
-        """What the network takes for a window [W, B, ...]: first the carry stored at its start."""
+        """Returns the network's inputs for a window [W, B, ...], first the carry at its start."""
         cell, hidden, last_action = window.memory
         return (cell[0], hidden[0]), window.observation, last_action, window.valid
 
     def unroll(self, params, window: Step):
-        """Q(s, .) [W - burn_in, B, num_actions] of the steps after the burn-in."""
+        """Computes Q(s, .) [W - burn_in, B, num_actions] of the steps after the burn-in."""
         burn_in = self.args.burn_in
         carry, *inputs = self.inputs(window)
         if burn_in > 0:
@@ -333,7 +292,7 @@ class R2D2:
         return self.network.apply(params, carry, *after)[0]
 
     def targets(self, window: Step, next_value):
-        """n-step targets [L, B] of windows [L + n, B], for values [L + n, B] of its steps."""
+        """Computes n-step targets [L, B] of windows [L + n, B] with values [L + n, B]."""
         length = self.args.train_length
 
         def following(x, first):  # [L * B, n]: for step t the rows t + first to t + first + n - 1
@@ -353,7 +312,7 @@ class R2D2:
         return (reward + discount * next_value).reshape(length, -1)
 
     def loss(self, params, target_params, window: Step, weights):
-        """Weighted mean squared TD error of windows [W, B, ...]; metrics, and TD errors [L, B]."""
+        """Returns the weighted mean squared TD error of windows [W, B, ...]; metrics, TD errors."""
         args = self.args
         q_values = self.unroll(params, window)
         next_q = self.unroll(target_params, window)
@@ -372,17 +331,18 @@ class R2D2:
         return loss, ({"losses/td_loss": loss, "losses/q_values": mean_value}, td_error)
 
     def priorities(self, td_error, valid):
-        """Priorities [B] of windows by their TD errors [L, B], 0 where not valid: section 2.3."""
+        """Computes priorities [B] from TD errors [L, B], 0 where not valid: section 2.3."""
         error = jnp.abs(td_error)
         mean = error.sum(axis=0) / jnp.maximum(valid.sum(axis=0), 1)
         eta = self.args.priority_max_fraction
         return eta * error.max(axis=0) + (1 - eta) * mean + 1e-6  # so that all can be drawn
 
-    def gradient_step(self, state: State, key, update) -> tuple[State, dict]:
-        """Learns from a batch of the replay; `update` is the number of this gradient step."""
+    def gradient_step(self, state: State, key, step, next_step) -> tuple[State, dict]:
+        """Learns from a batch of the replay at `step`. The next gradient step is at `next_step`."""
         args = self.args
         sample = self.replay.sample(state.replay, key, args.batch_size)
-        window = self.to_window(self.shard_batch(sample.experience), jax.random.fold_in(key, 1))
+        window = self.shard_batch(sample.experience)
+        window = self.to_window(window, jax.random.fold_in(key, 1))
         grad_fn = jax.grad(self.loss, has_aux=True)
         weights = buffers.importance_weights(sample.probabilities, args.importance_exponent)
         gradient, (metrics, td_error) = grad_fn(state.params, state.target_params, window, weights)
@@ -391,8 +351,8 @@ class R2D2:
         metrics["losses/priority_max"] = replay.max_priority
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        is_due = update % self.target_period == 0
-        target_params = optax.incremental_update(params, state.target_params, jnp.float32(is_due))
+        is_turn = buffers.is_due(args.target_network_frequency, step, next_step)
+        target_params = optax.incremental_update(params, state.target_params, jnp.float32(is_turn))
         return State(params, target_params, opt_state, replay), metrics
 
     def train_step(self, state: State, rollout: Step, key, step):
@@ -400,16 +360,12 @@ class R2D2:
 
         Returns the State, the parameters to act with, and the metrics of the last gradient step.
         """
-        if self.args.frame_stack > 1:
-            rollout = rollout._replace(observation=rollout.observation[:, :, -1])
-        if self.args.clip_rewards:
-            rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state = state._replace(replay=self.replay.add_batch(state.replay, rollout))
-        learns = step + self.steps_per_iteration > self.learning_starts
+        learns = step + self.steps_per_iteration > self.args.learning_starts
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
         keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
-        first = step // self.args.train_frequency + 1
-        inputs = (keys, first + jnp.arange(self.updates_per_iteration))
+        at = step + jnp.arange(self.updates_per_iteration + 1) * self.args.train_frequency
+        inputs = (keys, at[:-1], at[1:])
         state, metrics = buffers.repeat(self.gradient_step, state, inputs, gradient_steps)
         metrics["charts/epsilon"] = self.epsilon_at(step)
         metrics["charts/gradient_steps"] = gradient_steps
@@ -418,29 +374,28 @@ class R2D2:
 
 
 def keep_memory(memory: tuple, valid) -> tuple:
-    """The memory after a step, zeros where the step was not valid [N], because it only reset."""
+    """Returns the memory after a step, zeros where the step only reset: not `valid` [N]."""
     return tuple([np.where(valid, np.asarray(x).T, 0).T for x in memory])
 
 
 def collect_rollout(agent: R2D2, envs, params, env_state: tuple, key, step: int):
-    """Takes S steps in N environments: Steps [S, N, ...], and the next `env_state`."""
+    """Takes S steps in N environments. Returns Steps [S, N, ...] and the next `env_state`."""
     observation, valid, memory = env_state
-    num_steps, num_envs = agent.rollout_shape
-    example = agent.example_step
-    rollout = jax.tree.map(lambda x: np.empty((num_steps, num_envs, *x.shape), x.dtype), example)
-    all_rows = jax.tree.leaves(rollout)
+    num_steps, num_envs = shape = agent.rollout_shape
+    rollout = jax.tree.map(lambda x: np.empty((*shape, *x.shape), x.dtype), agent.example_step)
+    observations, actions, rewards, terminations, truncations, valids, memories = rollout
     for t in range(num_steps):
-        observation = np.array(observation, example.observation.dtype)  # `envs` may overwrite it
-        action, new_memory = agent.act(params, observation, memory, key, step + t * num_envs)
-        env_action = agent.to_env_action(np.asarray(action))
-        next_observation, reward, terminated, truncated, info = envs.step(env_action)
-        now = Step(observation, action, reward, terminated, truncated, valid, memory)
-        for rows, x in zip(all_rows, jax.tree.leaves(now), strict=True):
+        observations[t] = observation  # `envs` may overwrite it
+        for rows, x in zip(memories, memory, strict=True):
             rows[t] = x
-        observation = next_observation
-        memory = keep_memory(new_memory, valid)
-        valid = ~(rollout.terminated[t] | rollout.truncated[t])
-    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
+        action, memory = agent.act(params, observations[t], memory, key, step + t * num_envs)
+        actions[t] = action
+        env_action = agent.to_env_action(actions[t])
+        observation, rewards[t], terminations[t], truncations[t], info = envs.step(env_action)
+        valids[t] = valid
+        memory = keep_memory(memory, valid)
+        valid = ~(terminations[t] | truncations[t])
+    rewards[~valids] = 0  # whatever the environments return for a reset
     return rollout, (observation, valid, memory)
 
 
@@ -502,10 +457,30 @@ class Run:
 
 
 def need(what: str) -> Any:
-    """The package cleanreplay, for something that cannot do without it."""
+    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
     if cleanreplay is None:
         raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
     return cleanreplay
+
+
+def features_of(observation_space, hidden_sizes=(), init=None):
+    """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
+
+    Its layers belong to the flax module that calls it. Also returns the widths of the layers after
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    """
+    if cleanreplay:
+        return cleanreplay.images.features_of(observation_space, hidden_sizes, init)
+    size = math.prod(observation_space.shape)
+    return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
+
+
+def example_of(observation_space, action, *more) -> Step:
+    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    is_bytes = observation_space.dtype in (np.uint8, bool)
+    dtype = observation_space.dtype if is_bytes else np.float32
+    observation = np.zeros(observation_space.shape, dtype)
+    return Step(observation, action, np.float32(0), np.False_, np.False_, np.False_, *more)
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
@@ -541,7 +516,7 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
 
 
 def reset(envs, key, step: int):
-    """Starts an episode in each environment: observations, and the valid [N] of the next step."""
+    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
     seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
@@ -596,10 +571,10 @@ class Log(AbstractContextManager):
     def count_episodes(self, step: int, rollout: Step):
         """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
         done = rollout.terminated | rollout.truncated
-        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
-        for row, over in zip(rewards_and_steps, done, strict=True):
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
+        for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
             self.unfinished += row
-            if over.any():
+            if is_end:
                 self.ended.extend(self.unfinished[:, over].T)
                 self.unfinished[:, over] = 0
 
@@ -639,7 +614,7 @@ class Log(AbstractContextManager):
         """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
 
     def mean_return(self) -> float:
-        """The mean return of the last 100 episodes, NaN before the first."""
+        """Returns the mean return of the last 100 episodes, NaN before the first."""
         return float(np.mean(self.recent_returns or np.nan))
 
     def __exit__(self, *error):
@@ -660,7 +635,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     first = cleanreplay.usage.check(args, run, make_more) if cleanreplay else make_more(1)
     with closing(first):  # all that is to know of the environments is read from it
         spaces = (first.single_observation_space, first.single_action_space)
-        more = cleanreplay.draws.options(args, first, make_more) if cleanreplay else {}
+        more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
         jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(first, run)
         env_spaces: Any = cleanreplay and cleanreplay.spaces.of_envs(first)
@@ -678,7 +653,7 @@ def train(args: Args, run: Run, stop: list | None = None):
 
 
 def main():
-    """The command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
+    """Runs the command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
     Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
     what = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # the paper, and two commands
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])

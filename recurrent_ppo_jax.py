@@ -11,8 +11,7 @@ steps, which begin with the memory that is stored with the first. Advantages of 
 2016, arXiv 1506.02438, and details of Huang et al. 2022, "The 37 implementation details of PPO".
 Differs: if a time limit truncates an episode, its advantages bootstrap; running statistics change
 between rollouts; a Box with bounds is scaled to -1 and 1.
-B: batch size. A: number of discrete actions, or size of a Box action; for K MultiDiscrete
-ones K times the largest number of choices.
+B: batch size. A: outputs of the network for an action.
 """
 
 # `uv run` and `pipx run` install what is listed here.
@@ -33,6 +32,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -66,9 +66,6 @@ else:  # this file and buffers.py alone train and log
         """A mistake of the user, which the command line prints as one line."""
 
 
-Choice = Literal["auto", "yes", "no"]
-
-
 @dataclass(frozen=True)
 class Args:
     """Flags of the algorithm. Steps are environment steps, of all environments together."""
@@ -78,7 +75,7 @@ class Args:
     num_steps: int = 128  # steps of each environment in a rollout
     sequence_length: int = 128  # steps through which gradients flow; it divides num-steps
     hidden_size: int = 64  # width of the LSTM, and of the layers before and after it
-    forget_bias: float = 4.0  # the forget gates of the LSTM begin with biases from 0 to this one
+    max_forget_bias: float = 4.0  # biases of the forget gates begin evenly from 0 to this one
     last_action: bool = True  # the network sees the action of the step before
     num_minibatches: int = 4  # gradient steps per epoch, each on an equal part of the rollout
     update_epochs: int = 10  # epochs per rollout
@@ -91,64 +88,146 @@ class Args:
     clip_vloss: bool = False  # clip the value loss, too
     ent_coef: float = 0.01  # coefficient of the entropy
     vf_coef: float = 0.5  # coefficient of the value loss
-    max_grad_norm: float = 0.5  # norm to which longer gradients are clipped
+    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
     target_kl: float | None = None  # KL divergence from the old policy that ends the epochs
-    normalize_observations: Choice = "auto"  # auto: if they are floats, with Box actions
-    normalize_rewards: Choice = "yes"  # by the deviation of the return; auto: with Box actions
+    normalize_observations: bool | None = None  # None: if they are floats, with Box actions
+    normalize_rewards: bool | None = True  # by the deviation of the return; None: with Box actions
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
     init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
 
 
-class ActorCritic(nn.Module):
-    """The policy and V(s) [W, B] of W consecutive steps, and the carry after them.
+class Categorical:
+    """Discrete or MultiDiscrete actions [B, *shape]. The outputs of the network are logits [B, A].
 
-    The policy is logits [W, B, A], or [W, B, K, A / K] if there are `choices`, or if `is_gaussian`
-    means and log deviations [W, B, 2 A]. Actor and critic share an LSTM. Its carry is 0 after steps
-    that are not `valid`.
+    MultiDiscrete actions have as many logits each. Those beyond its choices are never drawn.
     """
 
-    num_actions: int
-    is_gaussian: bool
+    has_log_std = False  # the network has no further parameters for it
+
+    def __init__(self, space):
+        choices = np.asarray(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)
+        self.start = space.start
+        self.exists = np.arange(choices.max()) < choices[..., None]  # [*shape, choices]
+        self.num_outputs = self.exists.size
+        self.example = np.zeros(space.shape, np.int32)
+
+    def logits(self, output):
+        """Returns logits [B, *shape, choices]."""
+        logits = output.reshape(*output.shape[:-1], *self.exists.shape)
+        return jnp.where(self.exists, logits, -1e9)
+
+    def mode(self, output):
+        """Returns the most probable actions."""
+        return jnp.argmax(self.logits(output), axis=-1)
+
+    def sample(self, output, key):
+        """Draws actions."""
+        return jax.random.categorical(key, self.logits(output))
+
+    def log_prob_and_entropy(self, output, action):
+        """Returns both [B], in one method: apart, the gradient would take log_softmax twice."""
+        log_probs = nn.log_softmax(self.logits(output))
+        # One-hot instead of indexing, whose gradient is a slow scatter.
+        chosen = jax.nn.one_hot(action, log_probs.shape[-1], dtype=output.dtype)
+        of_each = (log_probs * chosen, -jnp.exp(log_probs) * log_probs)
+        return [x.reshape(*output.shape[:-1], -1).sum(axis=-1) for x in of_each]
+
+    def encode(self, action):
+        """Returns actions as the network sees those of the step before: [B, A]."""
+        one_hot = jax.nn.one_hot(action, self.exists.shape[-1], dtype=jnp.float32)
+        return one_hot.reshape(len(action), -1)
+
+    def to_env(self, action):
+        """Returns the environment's actions, which need not start at 0."""
+        return action + np.asarray(self.start, action.dtype)
+
+
+class Gaussian:
+    """Actions of a Box of floats as vectors [B, A]. The outputs are means and log deviations.
+
+    -1 and 1 are the bounds of the Box. One that is missing is taken to be 2 away from the other.
+    """
+
+    has_log_std = True  # the network has log deviations that do not depend on observations
+
+    def __init__(self, space):
+        self.space = space
+        self.num_outputs = space.low.size
+        self.example = np.zeros(self.num_outputs, np.float32)
+        low, high = np.array([space.low, space.high], float)  # against overflow
+        low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
+        high = np.where(np.isfinite(high), high, low + 2)
+        self.middle, self.half = (low + high) / 2, (high - low) / 2
+
+    def mode(self, output):
+        """Returns the means."""
+        return jnp.split(output, 2, axis=-1)[0]
+
+    def sample(self, output, key):
+        """Draws actions."""
+        mean, log_std = jnp.split(output, 2, axis=-1)
+        return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape, mean.dtype)
+
+    def log_prob_and_entropy(self, output, action):
+        """Returns log-probabilities and entropies [B]."""
+        mean, log_std = jnp.split(output, 2, axis=-1)
+        deviations = (action - mean) * jnp.exp(-log_std)
+        constant = log_std + 0.5 * math.log(2 * math.pi)
+        of_each = (-0.5 * deviations**2 - constant, constant + 0.5)
+        return [x.sum(axis=-1) for x in of_each]
+
+    def encode(self, action):
+        """Returns actions as the network sees those of the step before: [B, A]."""
+        return jnp.clip(action, -1, 1)
+
+    def to_env(self, action):
+        """Returns the environment's actions, within its bounds."""
+        space = self.space
+        action = action.reshape(len(action), *space.shape)
+        action = (self.middle + self.half * action).clip(space.low, space.high)
+        return action.astype(min(space.dtype, action.dtype))  # JAX has no float64
+
+
+class ActorCritic(nn.Module):
+    """Outputs of the policy and V(s) [W, B] of W consecutive steps, and the carry after them.
+
+    The outputs are [W, B, A], of a Gaussian [W, B, 2 A]. Actor and critic share an LSTM. Its carry
+    is 0 after steps that are not `valid`.
+    """
+
+    num_outputs: int
+    has_log_std: bool  # log deviations that do not depend on observations
     hidden_size: int
     last_action: bool  # whether it sees the last action: zeros if there was none
-    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
-    choices: tuple[int, ...] = ()  # number of choices of each of K MultiDiscrete actions
+    features: Callable  # makes vectors of observations
+    hidden_sizes: tuple[int, ...]  # widths of the layers before the LSTM
 
     @nn.compact
     def __call__(self, carry, observation, last_action, valid):
-        def dense(x, features, scale):
-            return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))(x)
+        def dense(x, width, scale, name):
+            return nn.Dense(width, kernel_init=nn.initializers.orthogonal(scale), name=name)(x)
 
-        x = observation.reshape(valid.size, *observation.shape[2:])
-        if self.layout:
-            x = cleanreplay.images.features(x, self.layout, nn.initializers.orthogonal(2**0.5))
-        if cleanreplay and cleanreplay.images.are_images(x):
-            x = cleanreplay.images.cnn(x, nn.initializers.orthogonal(2**0.5))
-        else:
-            x = x.reshape(len(x), -1).astype(jnp.float32)
-            x = nn.tanh(dense(x, self.hidden_size, 2**0.5))
+        x = self.features(observation.reshape(valid.size, *observation.shape[2:]))
+        for i, width in enumerate(self.hidden_sizes):
+            x = nn.tanh(dense(x, width, 2**0.5, f"encoder_{i}"))
         x = x.reshape(*valid.shape, -1)
         if self.last_action:
             x = jnp.concatenate([x, last_action], axis=-1)
         scan = nn.scan(self.step, variable_broadcast="params", split_rngs={"params": False})
         carry, x = scan(nn.OptimizedLSTMCell(self.hidden_size, name="lstm"), carry, (x, valid))
-        actor = nn.tanh(dense(x, self.hidden_size, 2**0.5))
-        critic = nn.tanh(dense(x, self.hidden_size, 2**0.5))
-        output = dense(actor, self.num_actions, 0.01)
-        value = dense(critic, 1, 1.0)
-        if self.choices:  # all K have as many logits, so some are of no choice: never drawn
-            output = output.reshape(*valid.shape, len(self.choices), -1)
-            exists = np.arange(output.shape[-1]) < np.array(self.choices)[:, None]
-            output = jnp.where(exists, output, -1e9)
-        if self.is_gaussian:
-            log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,), jnp.float32)
+        actor = nn.tanh(dense(x, self.hidden_size, 2**0.5, "actor_0"))
+        critic = nn.tanh(dense(x, self.hidden_size, 2**0.5, "critic_0"))
+        output = dense(actor, self.num_outputs, 0.01, "actor")
+        value = dense(critic, 1, 1.0, "critic")
+        if self.has_log_std:
+            log_std = self.param("log_std", nn.initializers.zeros, (self.num_outputs,), jnp.float32)
             output = jnp.concatenate([output, jnp.broadcast_to(log_std, output.shape)], axis=-1)
         return output, value[..., 0], carry
 
     @staticmethod
     def step(cell, carry, inputs):
-        """One step of the LSTM."""
+        """Takes one step of the LSTM."""
         x, valid = inputs
         carry, x = cell(carry, x)
         carry = jax.tree.map(lambda x: jnp.where(valid[:, None], x, 0), carry)
@@ -206,7 +285,7 @@ class Batch(NamedTuple):
 
 
 def masked_var(x, mask):
-    """Variances [...] of x [..., B] where `mask` [B] is set."""
+    """Computes variances [...] of x [..., B] where `mask` [B] is set."""
     mean = buffers.masked_mean(x, mask)
     return buffers.masked_mean((x - mean[..., None]) ** 2, mask)
 
@@ -224,52 +303,21 @@ def update_rms(stats: RunningMeanStd, x, mask) -> RunningMeanStd:
 
 
 def normalize(x, stats: RunningMeanStd | None):
-    """Observations [..., *shape] in standard deviations from the mean, clipped to 10."""
+    """Counts observations [..., *shape] in deviations from the mean, and clips them to 10."""
     if stats is None:
         return x
     std = jnp.sqrt(stats.var + 1e-8)
     return jnp.clip((x - stats.mean) / std, -10, 10)
 
 
-def discounted_sum(x, discount, first, reverse: bool = False):
-    """y[t] = x[t] + discount[t] * y[t - 1], or y[t + 1] in reverse; [S, N], `first` is [N]."""
-
-    def step(previous, row):
-        x, discount = row
-        y = x + discount * previous
-        return y, y
-
-    # Eight rows in one turn of the loop: less overhead.
-    _, sums = jax.lax.scan(step, first, (x, discount), unroll=8, reverse=reverse)
-    return sums
-
-
-def log_prob_and_entropy(output, action):
-    """Log-probabilities and entropies [W, B] of actions [W, B (, K)] int32 or [W, B, A] float32."""
-    if jnp.issubdtype(action.dtype, jnp.integer):
-        log_probs = nn.log_softmax(output)
-        # One-hot instead of indexing, whose gradient is a slow scatter.
-        chosen = jax.nn.one_hot(action, output.shape[-1], dtype=output.dtype)
-        log_prob = log_probs * chosen
-        entropy = -jnp.exp(log_probs) * log_probs
-    else:
-        mean, log_std = jnp.split(output, 2, axis=-1)
-        deviations = (action - mean) * jnp.exp(-log_std)
-        constant = log_std + 0.5 * math.log(2 * math.pi)
-        log_prob = -0.5 * deviations**2 - constant
-        entropy = constant + 0.5
-    log_prob, entropy = [x.reshape(*action.shape[:2], -1) for x in (log_prob, entropy)]
-    return log_prob.sum(axis=-1), entropy.sum(axis=-1)
-
-
 def gae(rollout: Step, value, next_value, gamma: float, gae_lambda: float):
-    """Advantages [S, N] from V(s) and V(s') [S, N]: Schulman et al. 2016, eq. 16."""
+    """Computes advantages [S, N] from V(s) and V(s') [S, N]: Schulman et al. 2016, eq. 16."""
     bootstrap = jnp.where(rollout.terminated, 0.0, next_value)
     delta = rollout.reward + gamma * bootstrap - value
     delta = jnp.where(rollout.valid, delta, 0.0)
     done = rollout.terminated | rollout.truncated
     discount = gamma * gae_lambda * (rollout.valid & ~done)
-    return discounted_sum(delta, discount, jnp.zeros_like(delta[0]), reverse=True)
+    return buffers.discounted_sum(delta, discount, jnp.zeros_like(delta[0]), reverse=True)
 
 
 class RecurrentPPO:
@@ -277,35 +325,22 @@ class RecurrentPPO:
 
     `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. A memory is a tuple
     (cell [N, H], hidden [N, H], last_action [N, A]). last_action is the action of the step before
-    as `encode` gives it, and 0 if there was none; so a memory is zero at the start of an episode.
+    encoded, and 0 if there was none; so a memory is zero at the start of an episode.
     """
 
     def __init__(
         self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
     ):
-        self.is_box = isinstance(action_space, Box) and action_space.dtype.kind == "f"
-        choices: tuple = ()
-        action: Any = np.int32(0)
-        if self.is_box:
-            num_actions = action_space.low.size
-            action = np.zeros(num_actions, np.float32)
-        elif isinstance(action_space, gym.spaces.Discrete):
-            num_actions = int(action_space.n)
-        elif isinstance(action_space, gym.spaces.MultiDiscrete):
-            choices = tuple(action_space.nvec.ravel().tolist())
-            num_actions = len(choices) * max(choices)
-            action = np.zeros(len(choices), np.int32)
+        if isinstance(action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+            self.actions: Any = Categorical(action_space)
+        elif isinstance(action_space, Box) and action_space.dtype.kind == "f":
+            self.actions = Gaussian(action_space)
         else:
             takes = "Discrete or MultiDiscrete actions, or a Box of floats"
             raise UsageError(f"PPO takes {takes}, not {action_space}: add a gym.ActionWrapper")
         self.args = args
         self.shard_batch = shard_batch
-        self.action_space = action_space
-        if self.is_box:  # a bound that is missing is taken to be 2 away from the other one
-            low, high = np.array([action_space.low, action_space.high], float)  # against overflow
-            low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
-            high = np.where(np.isfinite(high), high, low + 2)
-            self.middle, self.half = (low + high) / 2, (high - low) / 2
+        self.is_box = isinstance(action_space, Box)
         self.rollout_shape = (args.num_steps, args.num_envs)
         self.steps_per_iteration = args.num_envs * args.num_steps
         self.num_sequences = self.steps_per_iteration // args.sequence_length
@@ -313,77 +348,63 @@ class RecurrentPPO:
             raise UsageError("sequence_length must divide num_steps")
         if self.num_sequences % args.num_minibatches > 0:
             raise UsageError("num_minibatches must divide num_envs * num_steps / sequence_length")
-        self.num_actions = num_actions
-        has_image_dtype = observation_space.dtype in (np.uint8, bool)
-        dtype = observation_space.dtype if has_image_dtype else np.float32
-        observation = np.zeros(observation_space.shape, dtype)
         carry = np.zeros(args.hidden_size, np.float32)
-        memory = (carry, carry, np.zeros(num_actions, np.float32))
-        flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
-        self.example_step = Step(observation, action, np.float32(0), **flags, memory=memory)
-        layout = getattr(observation_space, "layout", ())
-        has_image = dtype != np.float32 and (observation.ndim > 1 or layout)
-        if args.normalize_observations == "yes" and has_image:
-            raise UsageError("normalize_observations takes no images: the network scales them")
-        sizes = (args.hidden_size, args.last_action)
-        self.network: Any = ActorCritic(num_actions, self.is_box, *sizes, layout, choices)
+        memory = (carry, carry, np.zeros(self.actions.num_outputs, np.float32))
+        self.example_step = example_of(observation_space, self.actions.example, memory)
+        orthogonal = nn.initializers.orthogonal(2**0.5)
+        seen = features_of(observation_space, (args.hidden_size,), init=orthogonal)
+        outputs = (self.actions.num_outputs, self.actions.has_log_std)
+        self.network: Any = ActorCritic(*outputs, args.hidden_size, args.last_action, *seen)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def optimizer(self, learning_rate):
-        """Adam with clipped gradients. The learning rate may change from step to step."""
+        """Makes Adam with clipped gradients. The learning rate may change from step to step."""
         clip = optax.clip_by_global_norm(self.args.max_grad_norm)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         return optax.flatten(optax.chain(clip, optax.adam(learning_rate, eps=1e-5)))
 
     def init(self, key) -> State:
-        """The state before training."""
+        """Returns the state before training."""
         args = self.args
-        observation = self.example_step.observation
 
-        def init_rms(choice, auto: bool, shape):
-            if choice == "no" or (choice == "auto" and not auto):
+        def init_rms(wanted: bool | None, by_default: bool, shape):
+            if not (by_default if wanted is None else wanted):
                 return None
             zeros = jnp.zeros(shape, jnp.float32)
             return RunningMeanStd(mean=zeros, var=zeros + 1, num_rows=jnp.float32(0))
 
-        is_float = observation.dtype == np.float32
-        obs_rms = init_rms(args.normalize_observations, self.is_box and is_float, observation.shape)
+        observation = self.example_step.observation
+        by_default = self.is_box and observation.dtype == np.float32
+        obs_rms = init_rms(args.normalize_observations, by_default, observation.shape)
         return_rms = init_rms(args.normalize_rewards, self.is_box, ())
         window = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), self.example_step)
+        window = window._replace(observation=normalize(window.observation, obs_rms))
         params = self.network.init(key, *self.inputs(window))
-        biases = jnp.linspace(0, args.forget_bias, args.hidden_size, dtype=jnp.float32)
+        biases = jnp.linspace(0, args.max_forget_bias, args.hidden_size, dtype=jnp.float32)
         params["params"]["lstm"]["hf"]["bias"] += biases  # some remember for longer than others
         opt_state = self.optimizer(args.learning_rate).init(params)
         discounted_return = jnp.zeros(args.num_envs, jnp.float32)
         return State(params, opt_state, obs_rms, return_rms, discounted_return)
 
     def on_resume(self, state: State) -> State:
-        """The state of a resumed run, whose environments begin new episodes."""
+        """Begins the returns of episodes anew, because the environments do."""
         return state._replace(discounted_return=jnp.zeros_like(state.discounted_return))
 
     def learned(self, state: State) -> State:
-        """The part of a state that another run may begin with, see --init-from."""
+        """Leaves out what --init-from does not take: returns of unfinished episodes."""
         return state._replace(discounted_return=())
 
     def policy_params(self, state: State):
-        """The part of a state that `act` needs."""
+        """Returns the part of a state that `act` needs."""
         return state.params, state.obs_rms
 
     def no_memory(self, num_envs: int) -> tuple:
-        """The memory at the start of an episode."""
+        """Returns the recurrent state at the start of an episode."""
         example = self.example_step.memory
         return tuple([np.zeros((num_envs, *x.shape), x.dtype) for x in example])
 
-    def encode(self, action):
-        """Actions [N], [N, K] or [N, A] as the network sees those of the step before: [N, A]."""
-        if self.is_box:
-            return jnp.clip(action, -1, 1)
-        choices = max(self.network.choices, default=self.num_actions)
-        one_hot = jax.nn.one_hot(action, choices, dtype=jnp.float32)
-        return one_hot.reshape(len(action), self.num_actions)
-
     def act(self, params, observation, memory, key=None, step=0):
-        """Chooses actions [N (, K or A)]: draws from the policy if there is a key, or its mode.
+        """Chooses actions [N, ...]: draws from the policy if there is a key, or its mode.
 
         And the memory after them.
         """
@@ -395,43 +416,12 @@ class RecurrentPPO:
         output = output[0]
         if key is not None:
             key = jax.random.fold_in(key, step)
-        if not self.is_box:
-            action = jnp.argmax(output, -1) if key is None else jax.random.categorical(key, output)
-            return action, (*carry, self.encode(action))
-        action, log_std = jnp.split(output, 2, axis=-1)
-        if key is not None:
-            noise = jax.random.normal(key, action.shape, action.dtype)
-            action = action + jnp.exp(log_std) * noise
-        return action, (*carry, self.encode(action))
+        action = self.actions.mode(output) if key is None else self.actions.sample(output, key)
+        return action, (*carry, self.actions.encode(action))
 
     def to_env_action(self, action):
-        """The environment's actions. -1 to 1 becomes low to high; the loss uses `action`."""
-        space = self.action_space
-        action = action.reshape(len(action), *space.shape)
-        if not self.is_box:
-            return action + np.asarray(space.start, action.dtype)
-        action = (self.middle + self.half * action).clip(space.low, space.high)
-        return action.astype(min(space.dtype, action.dtype))  # JAX has no float64
-
-    def policy(self, params, key=None):
-        """A function from NumPy observations [N, ...] to the environment's actions [N, ...].
-
-        It keeps the memory from call to call. `is_first` [N] says where episodes begin; they all do
-        at the first call, and if N changes.
-        """
-        memory = self.no_memory(0)
-
-        def policy(observation, is_first=False, step=0):
-            nonlocal memory
-            num_envs = len(observation)
-            if len(memory[0]) != num_envs:
-                memory = self.no_memory(num_envs)
-            is_first = np.broadcast_to(np.asarray(is_first, bool), num_envs)
-            memory = keep_memory(memory, ~is_first)
-            action, memory = self.act(params, observation, memory, key, step)
-            return self.to_env_action(np.asarray(action))
-
-        return policy
+        """Returns the environment's actions."""
+        return self.actions.to_env(action)
 
     def normalize_rewards(self, state: State, rollout: Step) -> tuple[State, Step]:
         """Divides rewards by the standard deviation of the discounted return so far."""
@@ -441,24 +431,24 @@ class RecurrentPPO:
         # 1 in the first row, because `discounted_return` is already 0 where an episode ended.
         previous_not_done = jnp.concatenate([jnp.ones_like(not_done[:1]), not_done[:-1]])
         discount = self.args.gamma * previous_not_done
-        returns = discounted_sum(rollout.reward, discount, state.discounted_return)
+        returns = buffers.discounted_sum(rollout.reward, discount, state.discounted_return)
         stats = update_rms(state.return_rms, returns.ravel(), rollout.valid.ravel())
         reward = jnp.clip(rollout.reward / jnp.sqrt(stats.var + 1e-8), -10, 10)
         state = state._replace(return_rms=stats, discounted_return=not_done[-1] * returns[-1])
         return state, rollout._replace(reward=reward)
 
     def inputs(self, window: Step | Batch):
-        """What the network takes for a window [W, B, ...]: first the carry stored at its start."""
+        """Returns the network's inputs for a window [W, B, ...], first the carry at its start."""
         cell, hidden, last_action = window.memory
         return (cell[0], hidden[0]), window.observation, last_action, window.valid
 
     def unroll(self, params, rollout: Step, next_observation):
-        """The outputs [S, N, ...] of the network for a rollout, and V(s) [S + 1, N].
+        """Computes outputs [S, N, ...] of the network for a rollout, and V(s) [S + 1, N].
 
         The last row of V is that of next_observation, which follows the rollout.
         """
         carry, *inputs = self.inputs(rollout)
-        last_action = self.encode(rollout.action[-1])
+        last_action = self.actions.encode(rollout.action[-1])
         last_action = jnp.where(rollout.valid[-1, :, None], last_action, 0)
         following = next_observation, last_action, jnp.ones_like(rollout.valid[-1])
         inputs = [jnp.concatenate([x, y[None]]) for x, y in zip(inputs, following, strict=True)]
@@ -471,10 +461,10 @@ class RecurrentPPO:
         return x.reshape(self.num_sequences, -1, *x.shape[3:])
 
     def loss(self, params, batch: Batch):
-        """Schulman et al. 2017, eq. 9, to be minimised, and the metrics. A batch is [L, B, ...]."""
+        """Computes Schulman et al. 2017, eq. 9, to be minimised, and metrics of [L, B, ...]."""
         args = self.args
         output, value, _ = self.network.apply(params, *self.inputs(batch))
-        log_prob, entropy = log_prob_and_entropy(output, batch.action)
+        log_prob, entropy = self.actions.log_prob_and_entropy(output, batch.action)
         advantage = batch.advantage
         if args.norm_adv:
             std = masked_var(advantage, batch.valid) ** 0.5
@@ -503,7 +493,7 @@ class RecurrentPPO:
         return loss, dict(zip(losses, means, strict=True))
 
     def optimize(self, state: State, batch: Batch, key, learning_rate) -> tuple[State, dict]:
-        """The epochs of gradient steps on minibatches: State, metrics of the last epoch."""
+        """Makes the epochs of gradient steps. Returns the State, metrics of the last epoch."""
         args = self.args
         optimizer = self.optimizer(learning_rate)
         max_kl = math.inf if args.target_kl is None else args.target_kl
@@ -552,7 +542,7 @@ class RecurrentPPO:
         output, values = self.unroll(state.params, normalized, next_observation)
         value, valid = values[:-1], rollout.valid
         advantage = gae(rollout, value, values[1:], args.gamma, args.gae_lambda)
-        log_prob, _ = log_prob_and_entropy(output, rollout.action)
+        log_prob, _ = self.actions.log_prob_and_entropy(output, rollout.action)
         learned = (log_prob, value, advantage)
         batch = Batch(observation, rollout.memory, rollout.action, valid, *learned)
         batch = jax.tree.map(self.to_sequences, batch)
@@ -572,29 +562,28 @@ class RecurrentPPO:
 
 
 def keep_memory(memory: tuple, valid) -> tuple:
-    """The memory after a step, zeros where the step was not valid [N], because it only reset."""
+    """Returns the memory after a step, zeros where the step only reset: not `valid` [N]."""
     return tuple([np.where(valid, np.asarray(x).T, 0).T for x in memory])
 
 
 def collect_rollout(agent: RecurrentPPO, envs, params, env_state: tuple, key, step: int):
-    """Takes S steps in N environments: Steps [S, N, ...], and the next `env_state`."""
+    """Takes S steps in N environments. Returns Steps [S, N, ...] and the next `env_state`."""
     observation, valid, memory = env_state
-    num_steps, num_envs = agent.rollout_shape
-    example = agent.example_step
-    rollout = jax.tree.map(lambda x: np.empty((num_steps, num_envs, *x.shape), x.dtype), example)
-    all_rows = jax.tree.leaves(rollout)
+    num_steps, num_envs = shape = agent.rollout_shape
+    rollout = jax.tree.map(lambda x: np.empty((*shape, *x.shape), x.dtype), agent.example_step)
+    observations, actions, rewards, terminations, truncations, valids, memories = rollout
     for t in range(num_steps):
-        observation = np.array(observation, example.observation.dtype)  # `envs` may overwrite it
-        action, new_memory = agent.act(params, observation, memory, key, step + t * num_envs)
-        env_action = agent.to_env_action(np.asarray(action))
-        next_observation, reward, terminated, truncated, info = envs.step(env_action)
-        now = Step(observation, action, reward, terminated, truncated, valid, memory)
-        for rows, x in zip(all_rows, jax.tree.leaves(now), strict=True):
+        observations[t] = observation  # `envs` may overwrite it
+        for rows, x in zip(memories, memory, strict=True):
             rows[t] = x
-        observation = next_observation
-        memory = keep_memory(new_memory, valid)
-        valid = ~(rollout.terminated[t] | rollout.truncated[t])
-    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
+        action, memory = agent.act(params, observations[t], memory, key, step + t * num_envs)
+        actions[t] = action
+        env_action = agent.to_env_action(actions[t])
+        observation, rewards[t], terminations[t], truncations[t], info = envs.step(env_action)
+        valids[t] = valid
+        memory = keep_memory(memory, valid)
+        valid = ~(terminations[t] | truncations[t])
+    rewards[~valids] = 0  # whatever the environments return for a reset
     return rollout, (observation, valid, memory)
 
 
@@ -651,10 +640,30 @@ class Run:
 
 
 def need(what: str) -> Any:
-    """The package cleanreplay, for something that cannot do without it."""
+    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
     if cleanreplay is None:
         raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
     return cleanreplay
+
+
+def features_of(observation_space, hidden_sizes=(), init=None):
+    """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
+
+    Its layers belong to the flax module that calls it. Also returns the widths of the layers after
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    """
+    if cleanreplay:
+        return cleanreplay.images.features_of(observation_space, hidden_sizes, init)
+    size = math.prod(observation_space.shape)
+    return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
+
+
+def example_of(observation_space, action, *more) -> Step:
+    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    is_bytes = observation_space.dtype in (np.uint8, bool)
+    dtype = observation_space.dtype if is_bytes else np.float32
+    observation = np.zeros(observation_space.shape, dtype)
+    return Step(observation, action, np.float32(0), np.False_, np.False_, np.False_, *more)
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
@@ -690,7 +699,7 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
 
 
 def reset(envs, key, step: int):
-    """Starts an episode in each environment: observations, and the valid [N] of the next step."""
+    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
     seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
@@ -745,10 +754,10 @@ class Log(AbstractContextManager):
     def count_episodes(self, step: int, rollout: Step):
         """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
         done = rollout.terminated | rollout.truncated
-        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
-        for row, over in zip(rewards_and_steps, done, strict=True):
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
+        for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
             self.unfinished += row
-            if over.any():
+            if is_end:
                 self.ended.extend(self.unfinished[:, over].T)
                 self.unfinished[:, over] = 0
 
@@ -788,7 +797,7 @@ class Log(AbstractContextManager):
         """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
 
     def mean_return(self) -> float:
-        """The mean return of the last 100 episodes, NaN before the first."""
+        """Returns the mean return of the last 100 episodes, NaN before the first."""
         return float(np.mean(self.recent_returns or np.nan))
 
     def __exit__(self, *error):
@@ -809,7 +818,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     first = cleanreplay.usage.check(args, run, make_more) if cleanreplay else make_more(1)
     with closing(first):  # all that is to know of the environments is read from it
         spaces = (first.single_observation_space, first.single_action_space)
-        more = cleanreplay.draws.options(args, first, make_more) if cleanreplay else {}
+        more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
         jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(first, run)
         env_spaces: Any = cleanreplay and cleanreplay.spaces.of_envs(first)
@@ -827,7 +836,7 @@ def train(args: Args, run: Run, stop: list | None = None):
 
 
 def main():
-    """The command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
+    """Runs the command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
     Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
     what = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # the paper, and two commands
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])

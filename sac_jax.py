@@ -29,6 +29,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # Polyak coefficient of the target critics
     batch_size: int = 256  # transitions per gradient step
-    learning_starts: int = 5_000  # steps of random actions, without learning; 0: batch-size
+    learning_starts: int = 5_000  # steps of random actions, without learning; at least batch-size
     train_frequency: int = 1  # steps between gradient steps of the critics
     gradient_steps: int = 1  # gradient steps of the critics every train-frequency steps
     hidden_sizes: tuple[int, ...] = (256, 256)  # widths of the layers, but for images
@@ -87,7 +88,7 @@ class Args:
     alpha: float = 0.2  # coefficient of the entropy, if it is not tuned
     autotune: bool = True  # tune alpha, from 1 on, towards a target entropy of -dim(action)
     n_step: int = 1  # n of the n-step return
-    frame_stack: int = 1  # number of last observations that the networks see
+    frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
     her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
     offline_data: str = ""  # a run with --save-experience, a vault, or minari:NAME, to draw from
@@ -96,50 +97,42 @@ class Args:
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
 
-def features(x, layout):
-    """Observations [B, ...] as vectors [B, F]. A flax module that calls it owns the layers."""
-    if layout:
-        return cleanreplay.images.features(x, layout)
-    if cleanreplay and cleanreplay.images.are_images(x):
-        return cleanreplay.images.cnn(x)
-    return x.reshape(len(x), -1).astype(jnp.float32)
-
-
 class Critic(nn.Module):
     """Q(s, a) [B] of observations [B, ...] and actions [B, A].
 
     Layers with dropout and normalisation are as in DroQ: Hiraoka et al. 2022, arXiv 2110.02034.
     """
 
+    features: Callable  # makes vectors of observations
     hidden_sizes: tuple[int, ...]
     layer_norm: bool
     dropout: float
-    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
 
     @nn.compact
     def __call__(self, observation, action):
-        x = jnp.concatenate([features(observation, self.layout), action], axis=-1)
-        for width in self.hidden_sizes:
-            x = nn.Dropout(self.dropout, deterministic=False)(nn.Dense(width)(x))
-            x = nn.relu(nn.LayerNorm()(x) if self.layer_norm else x)
-        return nn.Dense(1)(x)[:, 0]
+        x = jnp.concatenate([self.features(observation), action], axis=-1)
+        for i, width in enumerate(self.hidden_sizes):
+            x = nn.Dense(width, name=f"q_{i}")(x)
+            x = nn.Dropout(self.dropout, deterministic=False)(x)
+            x = nn.relu(nn.LayerNorm(name=f"norm_{i}")(x) if self.layer_norm else x)
+        return nn.Dense(1, name="q")(x)[:, 0]
 
 
 class Actor(nn.Module):
     """Means and log deviations [B, A] of the Gaussian whose tanh is the action."""
 
     num_actions: int
+    features: Callable  # makes vectors of observations
     hidden_sizes: tuple[int, ...]
-    layout: tuple = ()  # of observations that are images and numbers, packed into bytes
 
     @nn.compact
     def __call__(self, observation):
-        x = features(observation, self.layout)
-        for width in self.hidden_sizes:
-            x = nn.relu(nn.Dense(width)(x))
-        mean = nn.Dense(self.num_actions)(x)
-        log_std = 3.5 * nn.tanh(nn.Dense(self.num_actions)(x)) - 1.5  # between -5 and 2
-        return mean, log_std
+        x = self.features(observation)
+        for i, width in enumerate(self.hidden_sizes):
+            x = nn.relu(nn.Dense(width, name=f"actor_{i}")(x))
+        mean = nn.Dense(self.num_actions, name="mean")(x)
+        log_std = nn.Dense(self.num_actions, name="log_std")(x)
+        return mean, 3.5 * nn.tanh(log_std) - 1.5  # between -5 and 2
 
 
 class Step(NamedTuple):
@@ -189,19 +182,13 @@ class State(NamedTuple):
     critic_opt_state: optax.OptState
     policy: Policy
     replay: Any  # the state of the replay buffer of Steps
-    offline: Any = ()  # the state of a buffer with --offline-data
-
-
-def draw_windows(replay, state: State, key, batch_size: int):
-    """Draws windows of the replay. --her-fraction and --offline-data have others drawn, too."""
-    return replay.sample(state.replay, key, batch_size)
 
 
 class SAC:
     """The algorithm, as pure functions of a `State`.
 
-    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `draw` may draw
-    other windows than those of the replay, see cleanreplay/draws.py.
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `wrap_replay` may
+    make a replay with other batches, see cleanreplay/replays.py.
     """
 
     def __init__(
@@ -210,19 +197,17 @@ class SAC:
         observation_space,
         action_space,
         shard_batch=lambda batch: batch,
-        draw=draw_windows,
+        wrap_replay=lambda replay: replay,
     ):
-        self.learning_starts = args.learning_starts or args.batch_size
-        if not args.batch_size <= self.learning_starts < args.total_timesteps:
+        if not args.batch_size <= args.learning_starts < args.total_timesteps:
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         is_bounded = isinstance(action_space, Box) and action_space.is_bounded()
         if not is_bounded or action_space.dtype.kind != "f" or len(action_space.shape) != 1:
             what = "SAC takes a Box [A] of floats with finite bounds"
             raise UsageError(f"{what}, not {action_space}: try ppo_jax.py")
         self.args = args
-        self.random_steps = 0 if args.init_from else self.learning_starts
+        self.random_steps = 0 if args.init_from else args.learning_starts
         self.shard_batch = shard_batch
-        self.draw = draw
         self.action_space = action_space
         self.num_actions = action_space.shape[0]
         # The smallest number of steps that is a whole number of steps of all environments, and of
@@ -231,32 +216,25 @@ class SAC:
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration *= args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
-        has_image_dtype = observation_space.dtype in (np.uint8, bool)
-        dtype = observation_space.dtype if has_image_dtype else np.float32
-        observation = np.zeros(observation_space.shape, dtype)
         action = np.zeros(self.num_actions, np.float32)
-        flags = dict(terminated=np.False_, truncated=np.False_, valid=np.False_)
-        self.example_step = Step(observation, action, np.float32(0), **flags)
-        self.stored_step = self.example_step  # of a frame stack the replay stores the newest frame
-        if args.frame_stack > 1:
-            self.stored_step = self.example_step._replace(observation=observation[-1])
-        layout = getattr(observation_space, "layout", ())
-        self.actor: Any = Actor(self.num_actions, args.hidden_sizes, layout)
+        self.example_step = example_of(observation_space, action)
+        features, _ = features_of(observation_space)  # hidden layers follow convolutions, too
+        self.actor: Any = Actor(self.num_actions, features, args.hidden_sizes)
         how = (args.critic_layer_norm, args.critic_dropout)
-        self.critic: Any = Critic(args.hidden_sizes, *how, layout)
+        self.critic: Any = Critic(features, args.hidden_sizes, *how)
         self.actor_optimizer = optax.adam(args.policy_lr)
         self.critic_optimizer = optax.adam(args.q_lr)
         self.alpha_optimizer = optax.adam(args.q_lr)
-        # The replay draws windows of consecutive steps: a stack of frames, and n steps after it.
-        window = args.frame_stack + args.n_step
+        window = 1 + args.n_step  # the replay draws windows of consecutive steps
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
-        self.replay = buffers.uniform_replay(
+        replay = buffers.uniform_replay(
             rows * args.num_envs, num_envs=args.num_envs, sequence_length=window
         )
+        self.replay = wrap_replay(replay)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def init(self, key) -> State:
-        """The state before training. Jitted, because `critics` stand in it twice."""
+        """Returns the state before training. Call it in `jit`: `critics` stand in it twice."""
         actor_key, critic_key = jax.random.split(key)
         observation = self.example_step.observation[None]
         action = self.example_step.action[None]
@@ -269,26 +247,18 @@ class SAC:
         actor_opt_state = self.actor_optimizer.init(actor)
         losses = jnp.zeros(2, jnp.float32)
         policy = Policy(actor, actor_opt_state, log_alpha, alpha_opt_state, losses)
-        return State(critics, critics, critic_opt_state, policy, self.replay.init(self.stored_step))
-
-    def on_resume(self, state: State) -> State:
-        """The state of a resumed run, whose environments begin new episodes."""
-        return state._replace(replay=cleanreplay.checkpoints.truncate_episodes(state.replay))
+        replay = self.replay.init(self.example_step)
+        return State(critics, critics, critic_opt_state, policy, replay)
 
     def learned(self, state: State) -> State:
-        """The part of a state that another run may begin with, see --init-from."""
-        policy = state.policy
-        if not self.args.autotune:  # alpha is a flag
-            policy = policy._replace(log_alpha=(), alpha_opt_state=())
-        return state._replace(policy=policy, replay=(), offline=())
+        """Leaves out what --init-from does not take: alpha, where it is a flag."""
+        if self.args.autotune:
+            return state
+        return state._replace(policy=state.policy._replace(log_alpha=(), alpha_opt_state=()))
 
     def policy_params(self, state: State):
-        """The part of a state that `act` needs."""
+        """Returns the part of a state that `act` needs."""
         return state.policy.actor
-
-    def experience(self, state: State):
-        """The part of a state that --save-experience writes to disk."""
-        return state.replay
 
     def act(self, params, observation, key=None, step=0):
         """Chooses actions [N, A]: tanh(mean) without a key, else random ones, later drawn ones."""
@@ -302,22 +272,14 @@ class SAC:
         return jnp.where(step < self.random_steps, random_action, action)
 
     def to_env_action(self, action):
-        """The environment's actions, between its bounds."""
+        """Returns the environment's actions, within its bounds."""
         low, high = self.action_space.low, self.action_space.high
         fraction = 0.5 * (action + 1)
         action = (low * (1 - fraction) + high * fraction).clip(low, high)
         return action.astype(min(low.dtype, action.dtype))  # JAX has no float64
 
-    def policy(self, params, key=None):
-        """A function from NumPy observations [N, ...] to the environment's actions [N, ...]."""
-
-        def policy(observation, step=0):
-            return self.to_env_action(np.asarray(self.act(params, observation, key, step)))
-
-        return policy
-
     def sample_actions(self, actor, observation, key):
-        """Actions tanh(u) [B, A], and their log-probabilities [B]: eq. 8 and appendix C."""
+        """Draws actions tanh(u) [B, A]. Also returns log-probabilities [B]: eq. 8, appendix C."""
         mean, log_std = self.actor.apply(actor, observation)
         noise = jax.random.normal(key, mean.shape, mean.dtype)
         u = mean + jnp.exp(log_std) * noise
@@ -327,7 +289,7 @@ class SAC:
         return nn.tanh(u), jnp.sum(log_prob - log_slope, axis=-1)
 
     def q_values(self, critics, observation, action, key):
-        """Q(s, a) [2, B] of both critics. The key is for the dropout."""
+        """Computes Q(s, a) [2, B] of both critics. The key is for the dropout."""
 
         def value(critic, key):
             return self.critic.apply(critic, observation, action, rngs={"dropout": key})
@@ -335,23 +297,23 @@ class SAC:
         return jax.vmap(value)(critics, jax.random.split(key))
 
     def to_transitions(self, window: Step, key) -> Transition:
-        """Turns windows [B, W, ...] into transitions, without the entropy of the steps between.
+        """Turns sequences of steps [B, n + 1, ...] into transitions. Use the key if you draw.
 
-        The key is for draws of your own.
+        The entropy of the steps between the first and the last observation is left out.
         """
-        first = self.args.frame_stack - 1  # the steps before it only fill its stack
-        steps = jax.tree.map(lambda x: x[:, first : first + self.args.n_step], window)
+        steps = jax.tree.map(lambda x: x[:, :-1], window)
+        reward = jnp.sign(steps.reward) if self.args.clip_rewards else steps.reward
         reward, discount, num_steps = buffers.n_step_return(
-            steps.reward, steps.terminated, steps.truncated, self.args.gamma
+            reward, steps.terminated, steps.truncated, self.args.gamma
         )
-        stack = buffers.stack_frames(window.observation, self.args.frame_stack, window.valid)
-        next_stack = stack[jnp.arange(len(num_steps)), num_steps]
-        action = steps.action[:, 0]
-        valid = steps.valid[:, 0]
-        return Transition(stack[:, 0], action, reward, discount, next_stack, valid)
+        next_observation = window.observation[jnp.arange(len(num_steps)), num_steps]
+        first = jax.tree.map(lambda x: x[:, 0], window)
+        return Transition(
+            first.observation, first.action, reward, discount, next_observation, first.valid
+        )
 
     def critic_loss(self, critics, state: State, batch: Transition, key):
-        """Eq. 5 without its 1/2, summed over both critics, and the metrics."""
+        """Computes eq. 5 without its 1/2, summed over both critics, and the metrics."""
         key, next_key, action_key = jax.random.split(key, 3)
         next_observation = batch.next_observation
         action, log_prob = self.sample_actions(state.policy.actor, next_observation, action_key)
@@ -370,14 +332,14 @@ class SAC:
         }
 
     def actor_loss(self, actor, log_alpha, critics, batch: Transition, key):
-        """Eq. 7, and the log-probabilities [B] of the actions."""
+        """Computes eq. 7, and the log-probabilities [B] of the actions."""
         key, action_key = jax.random.split(key)
         action, log_prob = self.sample_actions(actor, batch.observation, action_key)
         q = self.q_values(critics, batch.observation, action, key).min(axis=0)
         return buffers.masked_mean(jnp.exp(log_alpha) * log_prob - q, batch.valid), log_prob
 
     def alpha_loss(self, log_alpha, log_prob, valid):
-        """Eq. 18."""
+        """Computes eq. 18."""
         target_entropy = -self.num_actions
         return -jnp.exp(log_alpha) * buffers.masked_mean(log_prob + target_entropy, valid)
 
@@ -386,12 +348,14 @@ class SAC:
         actor, actor_opt_state, log_alpha, alpha_opt_state, _ = policy
         actor_grad = jax.value_and_grad(self.actor_loss, has_aux=True)
         (actor_loss, log_prob), gradient = actor_grad(actor, log_alpha, critics, batch, key)
-        updates, actor_opt_state = self.actor_optimizer.update(gradient, actor_opt_state)
+        updates, actor_opt_state = self.actor_optimizer.update(gradient, actor_opt_state, actor)
         actor = optax.apply_updates(actor, updates)
         alpha_grad = jax.value_and_grad(self.alpha_loss)
         alpha_loss, gradient = alpha_grad(log_alpha, log_prob, batch.valid)
         if self.args.autotune:
-            updates, alpha_opt_state = self.alpha_optimizer.update(gradient, alpha_opt_state)
+            updates, alpha_opt_state = self.alpha_optimizer.update(
+                gradient, alpha_opt_state, log_alpha
+            )
             log_alpha = optax.apply_updates(log_alpha, updates)
         losses = jnp.stack([actor_loss, alpha_loss])
         return Policy(actor, actor_opt_state, log_alpha, alpha_opt_state, losses)
@@ -400,12 +364,14 @@ class SAC:
         """Learns from a batch of the replay; `update` is the number of this gradient step."""
         args = self.args
         sample_key, critic_key, policy_key = jax.random.split(key, 3)
-        sample = self.draw(self.replay, state, sample_key, args.batch_size)
+        sample = self.replay.sample(state.replay, sample_key, args.batch_size)
         window = self.shard_batch(sample.experience)
         batch = self.to_transitions(window, jax.random.fold_in(sample_key, 1))
         grad_fn = jax.grad(self.critic_loss, has_aux=True)
         gradient, metrics = grad_fn(state.critics, state, batch, critic_key)
-        updates, opt_state = self.critic_optimizer.update(gradient, state.critic_opt_state)
+        updates, opt_state = self.critic_optimizer.update(
+            gradient, state.critic_opt_state, state.critics
+        )
         critics = optax.apply_updates(state.critics, updates)
         keys = jax.random.split(policy_key, args.policy_steps or args.policy_frequency)
 
@@ -424,20 +390,15 @@ class SAC:
         metrics["losses/actor_loss"], alpha_loss = policy.losses
         if args.autotune:
             metrics["losses/alpha_loss"] = alpha_loss
-        learned = (critics, target_critics, opt_state, policy)
-        return State(*learned, state.replay, state.offline), metrics
+        return State(critics, target_critics, opt_state, policy, state.replay), metrics
 
     def train_step(self, state: State, rollout: Step, key, step):
         """Stores the rollout [S, N] that began at `step`, and takes the gradient steps.
 
         Returns the State, the parameters to act with, and the metrics of the last gradient step.
         """
-        if self.args.frame_stack > 1:
-            rollout = rollout._replace(observation=rollout.observation[:, :, -1])
-        if self.args.clip_rewards:
-            rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state = state._replace(replay=self.replay.add_batch(state.replay, rollout))
-        learns = step + self.steps_per_iteration > self.learning_starts
+        learns = step + self.steps_per_iteration > self.args.learning_starts
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
         keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
         first = step // self.args.train_frequency * self.args.gradient_steps + 1
@@ -449,22 +410,20 @@ class SAC:
 
 
 def collect_rollout(agent: SAC, envs, params, env_state: tuple, key, step: int):
-    """Takes S steps in N environments: Steps [S, N, ...], and the next `env_state`."""
+    """Takes S steps in N environments. Returns Steps [S, N, ...] and the next `env_state`."""
     observation, valid = env_state
-    num_steps, num_envs = agent.rollout_shape
-    example = agent.example_step
-    rollout = Step(*[np.empty((num_steps, num_envs, *x.shape), x.dtype) for x in example])
+    num_steps, num_envs = shape = agent.rollout_shape
+    rollout = Step(*[np.empty((*shape, *x.shape), x.dtype) for x in agent.example_step])
+    observations, actions, rewards, terminations, truncations, valids = rollout
     for t in range(num_steps):
-        observation = np.array(observation, example.observation.dtype)  # `envs` may overwrite it
-        action = np.asarray(agent.act(params, observation, key, step + t * num_envs))
+        observations[t] = observation  # `envs` may overwrite it
+        action = np.asarray(agent.act(params, observations[t], key, step + t * num_envs))
         env_action = agent.to_env_action(action)
-        next_observation, reward, terminated, truncated, info = envs.step(env_action)
-        now = Step(observation, action, reward, terminated, truncated, valid)
-        for rows, x in zip(rollout, now, strict=True):
-            rows[t] = x
-        observation = next_observation
-        valid = ~(rollout.terminated[t] | rollout.truncated[t])
-    rollout.reward[~rollout.valid] = 0  # whatever the environments return for a reset
+        observation, rewards[t], terminations[t], truncations[t], info = envs.step(env_action)
+        actions[t] = action
+        valids[t] = valid
+        valid = ~(terminations[t] | truncations[t])
+    rewards[~valids] = 0  # whatever the environments return for a reset
     return rollout, (observation, valid)
 
 
@@ -526,10 +485,30 @@ class Run:
 
 
 def need(what: str) -> Any:
-    """The package cleanreplay, for something that cannot do without it."""
+    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
     if cleanreplay is None:
         raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
     return cleanreplay
+
+
+def features_of(observation_space, hidden_sizes=(), init=None):
+    """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
+
+    Its layers belong to the flax module that calls it. Also returns the widths of the layers after
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    """
+    if cleanreplay:
+        return cleanreplay.images.features_of(observation_space, hidden_sizes, init)
+    size = math.prod(observation_space.shape)
+    return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
+
+
+def example_of(observation_space, action, *more) -> Step:
+    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    is_bytes = observation_space.dtype in (np.uint8, bool)
+    dtype = observation_space.dtype if is_bytes else np.float32
+    observation = np.zeros(observation_space.shape, dtype)
+    return Step(observation, action, np.float32(0), np.False_, np.False_, np.False_, *more)
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
@@ -565,7 +544,7 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
 
 
 def reset(envs, key, step: int):
-    """Starts an episode in each environment: observations, and the valid [N] of the next step."""
+    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
     seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
@@ -620,10 +599,10 @@ class Log(AbstractContextManager):
     def count_episodes(self, step: int, rollout: Step):
         """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
         done = rollout.terminated | rollout.truncated
-        rewards_and_steps = np.stack([rollout.reward, rollout.valid], axis=1)  # [S, 2, N]
-        for row, over in zip(rewards_and_steps, done, strict=True):
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
+        for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
             self.unfinished += row
-            if over.any():
+            if is_end:
                 self.ended.extend(self.unfinished[:, over].T)
                 self.unfinished[:, over] = 0
 
@@ -663,7 +642,7 @@ class Log(AbstractContextManager):
         """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
 
     def mean_return(self) -> float:
-        """The mean return of the last 100 episodes, NaN before the first."""
+        """Returns the mean return of the last 100 episodes, NaN before the first."""
         return float(np.mean(self.recent_returns or np.nan))
 
     def __exit__(self, *error):
@@ -684,7 +663,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     first = cleanreplay.usage.check(args, run, make_more) if cleanreplay else make_more(1)
     with closing(first):  # all that is to know of the environments is read from it
         spaces = (first.single_observation_space, first.single_action_space)
-        more = cleanreplay.draws.options(args, first, make_more) if cleanreplay else {}
+        more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
         jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(first, run)
         env_spaces: Any = cleanreplay and cleanreplay.spaces.of_envs(first)
@@ -702,7 +681,7 @@ def train(args: Args, run: Run, stop: list | None = None):
 
 
 def main():
-    """The command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
+    """Runs the command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
     Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
     what = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # the paper, and two commands
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])

@@ -62,7 +62,7 @@ def time_ours(shape: tuple) -> list[float]:
     state = state._replace(replay=agent.replay.add_batch(state.replay, steps))
 
     def gradient_step(i: Any, state: Any) -> Any:
-        return agent.gradient_step(state, jax.random.PRNGKey(i), i + 1)[0]
+        return agent.gradient_step(state, jax.random.PRNGKey(i), i, i + 1)[0]
 
     def take_steps(state: Any) -> Any:
         return jax.lax.fori_loop(0, LOOP, gradient_step, state)

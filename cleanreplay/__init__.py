@@ -14,7 +14,7 @@
     images        convolutions, stacks of frames, videos
     packed        observations of images and numbers, as bytes
     vault         experience on disk
-    draws         batches with other goals (goals) and with data that were there before (offline)
+    replays       batches of stacks, with other goals (goals), with data from before (offline)
     success       which episodes succeeded, in environments that say it
     spaces        the spaces that an agent is made for
     memory_tasks  two environments that take memory
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from cleanreplay import (  # noqa: F401
         checkpoints,
         compiled,
-        draws,
         experiment,
         images,
         packed,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from cleanreplay import replays
 from cleanreplay.errors import UsageError
 
 
@@ -28,20 +29,11 @@ class Agent(Protocol):
     def init(self, key: Any) -> Any:
         """The State before training."""
 
-    def on_resume(self, state: Any) -> Any:
-        """The State of a resumed run, whose environments begin new episodes."""
-
-    def learned(self, state: Any) -> Any:
-        """The State with () in place of what a run with --init-from does not take of it."""
-
     def policy_params(self, state: Any) -> Any:
         """The part of a State that `act` needs."""
 
     def to_env_action(self, action: Any) -> Any:
         """The environment's actions."""
-
-    def policy(self, params: Any, key: Any = None) -> Callable:
-        """A function from NumPy observations [N, ...] to the environment's actions."""
 
     def act(self, params: Any, observation: Any, *args: Any, **kwargs: Any) -> Any:
         """Chooses actions [N], which explore if there is a key. The other two are key and step."""
@@ -53,13 +45,68 @@ class Agent(Protocol):
         """
 
 
-class ReplayAgent(Agent, Protocol):
-    """An algorithm with a replay buffer. One with a flag `save_experience` must be this."""
+class Hooks(Agent, Protocol):
+    """Methods that an algorithm may have. Without them a State is parameters and replays."""
 
-    stored_step: Any  # an item of the replay buffer
+    def on_resume(self, state: Any) -> Any:
+        """Returns the State of a resumed run, whose environments begin new episodes.
 
-    def experience(self, state: Any) -> Any:
-        """The state of the replay buffer."""
+        In its replays unfinished episodes are truncated already.
+        """
+
+    def learned(self, state: Any) -> Any:
+        """Returns the State with () for what a run with --init-from does not take of it.
+
+        In place of replays there is () already.
+        """
+
+
+def on_resume(agent: Any, state: Any) -> Any:
+    """Returns the State of a resumed run: the unfinished episodes in its replays are truncated."""
+    state = replays.map_replays(replays.truncate_episodes, state)
+    return agent.on_resume(state) if hasattr(agent, "on_resume") else state
+
+
+def learned(agent: Any, state: Any) -> Any:
+    """Returns the State with () for what --init-from does not take of it, such as replays."""
+    state = replays.map_replays(lambda replay: (), state)
+    return agent.learned(state) if hasattr(agent, "learned") else state
+
+
+def experience(state: Any) -> Any:
+    """Returns the state of the replay that --save-experience writes. UsageError if not just one."""
+    found = replays.rings(state)
+    if len(found) != 1:
+        text = f"State has {len(found)} replay buffers, and one can be saved: leave the flag out"
+        raise UsageError(f"save_experience: {text}")
+    return found[0]
+
+
+def policy(agent: Any, params: Any, key: Any = None) -> Callable:
+    """Makes a function from NumPy observations [N, ...] to the environment's actions [N, ...].
+
+    It explores if there is a key. That of an agent with a memory keeps it from call to call:
+    `is_first` [N] tells where episodes begin; they all do at the first call, and if N changes.
+    """
+    if not takes(agent.act, "memory"):
+
+        def act(observation: Any, step: Any = 0) -> Any:
+            return agent.to_env_action(np.asarray(agent.act(params, observation, key, step)))
+
+        return act
+    memory = agent.no_memory(0)
+
+    def act_with_memory(observation: Any, is_first: Any = False, step: Any = 0) -> Any:
+        nonlocal memory
+        num_envs = len(observation)
+        if len(memory[0]) != num_envs:
+            memory = agent.no_memory(num_envs)
+        continues = ~np.broadcast_to(np.asarray(is_first, bool), num_envs)
+        memory = tuple([np.where(continues, np.asarray(x).T, 0).T for x in memory])
+        action, memory = agent.act(params, observation, memory, key, step)
+        return agent.to_env_action(np.asarray(action))
+
+    return act_with_memory
 
 
 class Log(Protocol):

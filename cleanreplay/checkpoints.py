@@ -201,22 +201,3 @@ def is_of_the_machine(error: Exception) -> bool:
 def first_line(error: Exception) -> str:
     """The beginning of what an error says."""
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-
-
-def truncate_episodes(replay: Any) -> Any:
-    """Marks the unfinished episodes of a replay as truncated, because environments start anew.
-
-    The last row has no successor, so it becomes the row that only resets. Its observation is what
-    the row before led to.
-    """
-    steps = replay.storage
-    rows = len(steps.valid)
-    last = (replay.cursor - 1) % rows
-    before = (replay.cursor - 2) % rows
-    unfinished = steps.valid[before] & ~steps.terminated[before]
-    steps = steps._replace(
-        terminated=steps.terminated.at[last].set(False),
-        truncated=steps.truncated.at[before].set(unfinished).at[last].set(False),
-        valid=steps.valid.at[last].set(False),
-    )
-    return replay._replace(storage=steps)

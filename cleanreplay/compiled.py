@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import buffers
-from cleanreplay import disk, images, offline, processes
+from cleanreplay import disk, images, processes
 from cleanreplay.agents import STEP_FIELDS, Agent, Log, saves_experience, takes
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, log_returns, play_episodes
@@ -374,11 +374,7 @@ class Trainer:
     def first_entry(self, values: dict) -> tuple:
         """What an agent with these values has learned at its first log entry."""
         one = self.of(values)
-        runner = one.init_one(jnp.uint32(0))
-        if getattr(self.args, "offline_data", ""):
-            data = offline.few_rows(self.agent)
-            runner = runner._replace(agent=runner.agent._replace(offline=data))
-        return one.run_entry(runner, jnp.int32(0))
+        return one.run_entry(one.init_one(jnp.uint32(0)), jnp.int32(0))
 
     def shard_batch(self, batch: Any) -> Any:
         """A batch [B, ...], split over the devices that train an agent together."""

@@ -164,7 +164,6 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> tup
         # The reward of a step is that of the goal after it; the last step of a window is not used.
         achieved = as_goals(jnp.roll(observation[..., achieved_at], -1, axis=1))
         reward = rewards(achieved, as_goals(goals))
-        reward = jnp.sign(reward) if args.clip_rewards else reward
         steps = steps._replace(observation=observation, reward=reward)
         if ends:
             terminated = ends(achieved, as_goals(goals)) > 0

@@ -4,6 +4,7 @@ A script uses this module if observations are images or no Box, with --frame-sta
 --capture-video. A run begins with what `describe` says of its observations.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -86,8 +87,8 @@ class Conv(nn.Module):
         height = x.shape[1] // stride
         width = x.shape[2] // stride
         x = x[:, : height * stride, : width * stride]
-        x = x.reshape(len(x), height, stride, width, stride, -1)
-        x = x.swapaxes(2, 3).reshape(len(x), height, width, -1)
+        x = x.reshape(x.shape[0], height, stride, width, stride, x.shape[-1])
+        x = x.swapaxes(2, 3).reshape(x.shape[0], height, width, stride**2 * x.shape[-1])
         # A kernel is `blocks` of them high and wide. Patches are one block high and meet all of its
         # rows in one product.
         blocks = size // stride
@@ -96,17 +97,18 @@ class Conv(nn.Module):
         patches = jnp.concatenate([x[:, :, i : i + columns] for i in range(blocks)], axis=-1)
         kernel = kernel.reshape(blocks, stride, blocks, stride, -1, features)
         kernel = kernel.transpose(2, 1, 3, 4, 0, 5).reshape(patches.shape[-1], blocks * features)
-        products = (patches @ kernel).reshape(len(x), height, columns, blocks, features)
+        products = (patches @ kernel).reshape(x.shape[0], height, columns, blocks, features)
         # Row i of the kernel belongs to the image i blocks further down.
         return bias + sum(products[:, i : i + rows, :, i] for i in range(blocks))
 
 
-def cnn(x: Array, init: Callable = default_kernel_init) -> Array:
-    """Features [B, F] of images, by a network whose layers belong to the flax module that calls it.
+def cnn(x: Array, init: Callable = default_kernel_init, prefix: str = "") -> Array:
+    """Makes vectors [B, F] of images, by layers that belong to the flax module that calls it.
 
-    From 36 x 36 pixels on it is that of Mnih et al. 2015, extended table 1, and uint8 is divided by
-    255. Smaller images go through that of Young and Tian 2019, arXiv 1903.03176, as they are:
-    their numbers are often flags or kinds of things. `init` draws the weights.
+    From 36 x 36 pixels on it is the network of Mnih et al. 2015, extended table 1, and uint8 is
+    divided by 255. Smaller images go through that of Young and Tian 2019, arXiv 1903.03176, as they
+    are: their numbers are often flags or kinds of things. `init` draws the weights. The names of
+    the layers begin with `prefix`.
     """
     is_pixels = x.dtype == jnp.uint8
     x = channels_last(x).astype(jnp.float32)
@@ -116,22 +118,43 @@ def cnn(x: Array, init: Callable = default_kernel_init) -> Array:
         x = x / 255 if is_pixels else x
         layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
         width = 512
-    for features, kernel_size, stride in layers:
-        x = nn.relu(Conv(features, kernel_size, stride, kernel_init=init)(x))
-    x = x.reshape(len(x), -1)
-    return nn.relu(nn.Dense(width, kernel_init=init)(x))
+    for i, (features, size, stride) in enumerate(layers):
+        x = nn.relu(Conv(features, size, stride, kernel_init=init, name=f"{prefix}conv_{i}")(x))
+    return nn.relu(nn.Dense(width, kernel_init=init, name=f"{prefix}conv_out")(as_vectors(x)))
 
 
-def features(x: Array, layout: tuple[Part, ...], init: Callable = default_kernel_init) -> Array:
-    """Packed observations [B, ..., P] as vectors [B, F]: what `cnn` makes of images, and numbers.
+def as_vectors(x: Array) -> Array:
+    """Flattens [B, ...] to float32 [B, F]. B may be symbolic, as in jax.export."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:])).astype(jnp.float32)
 
-    The layers belong to the flax module that calls it. `init` draws their weights.
+
+def features_of(space: Any, hidden_sizes: tuple, init: Callable | None) -> tuple:
+    """Makes `features` as the scripts need it, and chooses the widths of the layers after it.
+
+    A Dict of images and numbers has both beside each other: what `cnn` makes of images, and the
+    numbers.
+
+    Returns:
+      A function from observations [B, ...] to vectors [B, F], whose layers belong to the flax
+      module that calls it, and `hidden_sizes`, or () after the convolutions of an image.
     """
-    vectors = []
-    for part in unpack(x, layout).values():
-        flat = part.reshape(len(part), -1)
-        vectors.append(cnn(part, init) if are_images(part) else flat)
-    return jnp.concatenate(vectors, axis=-1)
+    init = init or default_kernel_init
+    layout = getattr(space, "layout", ())
+    if not layout and not are_images(jax.ShapeDtypeStruct((1, *space.shape), space.dtype)):
+        return as_vectors, hidden_sizes
+
+    def features(x: Array) -> Array:
+        if x.dtype != space.dtype:
+            raise UsageError("normalize_observations takes no images: the network scales them")
+        if not layout:
+            return cnn(x, init)
+        vectors = [
+            cnn(part, init, f"{name}_") if are_images(part) else as_vectors(part)
+            for name, part in unpack(x, layout).items()
+        ]
+        return jnp.concatenate(vectors, axis=-1)
+
+    return features, hidden_sizes if layout else ()
 
 
 class FrameStack(gym.vector.VectorWrapper):

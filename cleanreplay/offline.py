@@ -1,16 +1,14 @@
 """Reads data that exist before a run: --offline-data, of which part of each batch is drawn.
 
 As in RLPD: Ball et al. 2023, arXiv 2302.02948, section 4.1. The data are the folder of a run with
---save-experience, a vault of such steps, or minari:DATASET. `State.offline` is the state of a
-replay that holds all of them.
+--save-experience, a vault of such steps, or minari:DATASET. Here they are read, as the state of a
+replay that holds all of them; `replays.Mixed` draws from it.
 """
 
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -19,8 +17,8 @@ from cleanreplay.errors import UsageError
 from cleanreplay.usage import MINARI
 
 
-def add_to(state: Any, agent: Any, run: Any, env_spaces: dict) -> Any:
-    """A State, or a RunnerState of compiled.py, with the data of --offline-data in `offline`.
+def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
+    """The state of a replay of items like `item`, with the data of --offline-data.
 
     `env_spaces` are those of the run, see `spaces.of_envs`.
     """
@@ -30,38 +28,17 @@ def add_to(state: Any, agent: Any, run: Any, env_spaces: dict) -> Any:
         text = "must leave at least one of batch_size for the data, and one for the replay"
         raise UsageError(f"offline_fraction {text}, not {args.offline_fraction}")
     if name.startswith(MINARI):
-        data = of_minari(agent, name, env_spaces.get("entries"))
+        data = of_minari(agent, item, name, env_spaces.get("entries"))
     else:
-        data = of_vault(agent, run, name)
+        data = of_vault(item, run, name)
     steps = data.storage
     check_actions(agent, name, steps.action)
     rows, num_envs = steps.valid.shape
     if rows < agent.replay.window:
         raise UsageError(f"offline_data: {name} has {rows} rows, too few for n_step, frame_stack")
-    if args.clip_rewards:
-        data = data._replace(storage=steps._replace(reward=jnp.sign(steps.reward)))
     part = f"{args.offline_fraction:.0%} of each batch"
     tqdm.write(f"{part} is from {name}, which has {int(steps.valid.sum()):,} steps")
-    if not hasattr(state, "agent"):
-        return state._replace(offline=data)
-    agents = len(state.key)
-    data = jax.tree.map(lambda x: jnp.broadcast_to(x, (agents, *x.shape)), data)
-    data = jax.device_put(data, state.key.sharding)
-    return state._replace(agent=state.agent._replace(offline=data))
-
-
-def few_rows(agent: Any) -> Any:
-    """The state of a replay like that of the data, which are not read yet."""
-    rows, num_envs = agent.replay.window, agent.args.num_envs
-    replay = buffers.uniform_replay(rows * num_envs, num_envs=num_envs, sequence_length=rows)
-    return replay.init(agent.stored_step)
-
-
-def without_data(state: Any) -> Any:
-    """What a checkpoint holds of a State or RunnerState: the data stay where they are."""
-    if hasattr(state, "agent"):
-        return state._replace(agent=without_data(state.agent))
-    return state._replace(offline=()) if hasattr(state, "offline") else state
+    return data
 
 
 def check_actions(agent: Any, name: str, action: Any) -> None:
@@ -72,14 +49,14 @@ def check_actions(agent: Any, name: str, action: Any) -> None:
         raise UsageError(f"offline_data: {name} has actions {given}, and this run has {number}")
 
 
-def of_vault(agent: Any, run: Any, name: str) -> Any:
+def of_vault(item: Any, run: Any, name: str) -> Any:
     """The state of a replay with all steps of a vault, or of that of a run."""
     from cleanreplay.vault import Vault
 
     path = Path(name)
     try:
         vault = Vault(path / "experience" if (path / "experience").exists() else path, create=False)
-        _, state = vault.load(agent.stored_step)
+        _, state = vault.load(item)
     except FileNotFoundError as error:
         text = f"{error}: a run has one with --save-experience"
         raise UsageError(f"offline_data: {text}") from error
@@ -91,7 +68,7 @@ def of_vault(agent: Any, run: Any, name: str) -> Any:
     return state
 
 
-def of_minari(agent: Any, name: str, entries: dict | None) -> Any:
+def of_minari(agent: Any, item: Any, name: str, entries: dict | None) -> Any:
     """The state of a replay with all steps of a Minari dataset.
 
     Each episode is followed by a row that only resets. A Dict of observations is flattened in the
@@ -107,25 +84,28 @@ def of_minari(agent: Any, name: str, entries: dict | None) -> Any:
     except Exception as error:  # it is not on this disk, and was not found elsewhere
         raise UsageError(f"offline_data: {name} cannot be loaded: {error}") from error
     found = dataset.iterate_episodes()
-    episodes = [steps_of(agent, dataset, episode, entries) for episode in found]
+    episodes = [steps_of(agent, item, dataset, episode, entries) for episode in found]
     steps = {}
     for leaf, first in episodes[0].items():
-        like = getattr(agent.stored_step, leaf)
+        like = getattr(item, leaf)
         rows = np.concatenate([episode[leaf] for episode in episodes])
         if first.shape[1:] != like.shape:
             text = f"{list(first.shape[1:])}, and this run needs {list(like.shape)}"
             raise UsageError(f"offline_data: each {leaf} of {name} has shape {text}")
         steps[leaf] = rows.astype(like.dtype)
     replay = buffers.uniform_replay(len(steps["valid"]), num_envs=1)
-    rows = agent.stored_step._replace(**{leaf: x[:, None] for leaf, x in steps.items()})
-    return replay.add_batch(replay.init(agent.stored_step), rows)
+    rows = item._replace(**{leaf: x[:, None] for leaf, x in steps.items()})
+    return replay.add_batch(replay.init(item), rows)
 
 
-def steps_of(agent: Any, dataset: Any, episode: Any, entries: dict | None) -> dict[str, np.ndarray]:
+def steps_of(
+    agent: Any, item: Any, dataset: Any, episode: Any, entries: dict | None
+) -> dict[str, np.ndarray]:
     """The rows of an episode of L steps [L + 1, ...], as the agent stores them."""
     observation = as_flat(dataset.observation_space, episode.observations, entries)
     length = len(episode.rewards)
-    action = as_stored_actions(agent, dataset.action_space, np.asarray(episode.actions))
+    actions = np.asarray(episode.actions)
+    action = as_stored_actions(agent, item.action, dataset.action_space, actions)
     is_last = np.arange(length + 1) == length - 1
     terminated = np.append(episode.terminations, False)
     return {
@@ -151,11 +131,10 @@ def as_flat(space: gym.Space, x: Any, entries: dict | None) -> np.ndarray:
     return np.stack(rows)
 
 
-def as_stored_actions(agent: Any, space: gym.Space, actions: np.ndarray) -> np.ndarray:
+def as_stored_actions(agent: Any, like: Any, space: gym.Space, actions: np.ndarray) -> np.ndarray:
     """Actions of the environment [L, ...], as the agent stores them: the inverse of
     `to_env_action`.
     """
-    like = agent.stored_step.action
     if isinstance(space, gym.spaces.Discrete) and like.dtype.kind == "i":
         return actions - agent.to_env_action(0)
     is_box = isinstance(space, gym.spaces.Box) and like.dtype.kind == "f"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cleanreplay import agent_file, disk, spaces, usage
+from cleanreplay import agent_file, agents, disk, spaces, usage
 from cleanreplay.agents import Script
 from cleanreplay.errors import UsageError
 from cleanreplay.packed import pack
@@ -53,14 +53,14 @@ def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.
     """See `cleanreplay.load_policy`."""
     loaded = load_agent(place, script)
     agent, params = loaded.agent, loaded.params
-    act = agent.policy(params)
+    act = agents.policy(agent, params)
     example = agent.example_step.observation
     layout = getattr(loaded.observation_space, "layout", ())
 
     def policy(observations: Any, *is_first: Any) -> np.ndarray:
         observations = as_observations(observations, example, layout)
         if len(observations) == 0:  # networks take one or more
-            return agent.policy(params)(example[None])[:0]
+            return agents.policy(agent, params)(example[None])[:0]
         return act(observations, *is_first)
 
     return policy

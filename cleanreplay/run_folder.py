@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cleanreplay import agent_file, agents, disk, offline, terminal, tracking, usage
+from cleanreplay import agent_file, agents, disk, offline, replays, terminal, tracking, usage
 from cleanreplay.checkpoints import Checkpoints, newest
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.processes import of_first
@@ -71,8 +71,7 @@ class RunFolder(AbstractContextManager):
         return {"script": str(self.script), "spaces": self.env_spaces} | flags
 
     def __enter__(self) -> "RunFolder":
-        if draw := getattr(self.agent, "draw", None):
-            self.on_exit.callback(getattr(draw, "close", lambda: None))
+        self.on_exit.callback(replays.close, getattr(self.agent, "replay", None))
         has_processes = self.run.vectorization == "async"
         self.on_exit.enter_context(terminal.noted_signals(self.stop, has_processes))
         return self
@@ -96,12 +95,13 @@ class RunFolder(AbstractContextManager):
         self.on_exit.callback(checkpoints.wait)
         state = init()
         if run.resume:
-            state = on_resume(self.restore(checkpoints, state))
+            state = on_resume(self.restore(checkpoints, replays.without_data(state)))
         elif source := getattr(self.agent.args, "init_from", ""):
             state = agent_file.start_from(source, state, self.agent)
         if getattr(self.agent.args, "offline_data", ""):
-            state = offline.add_to(state, self.agent, run, self.env_spaces)
-        self.vault = open_vault(self.agent, run, self.path, self.script)
+            read = partial(offline.read, self.agent, run, self.env_spaces)
+            state = replays.with_data(state, read)
+        self.vault = open_vault(self.agent, state, run, self.path, self.script)
         if is_first_process:
             self.write_flags()
         if run.checkpoint_interval > 0:
@@ -148,7 +148,7 @@ class RunFolder(AbstractContextManager):
             return
         returns = [float(x) if math.isfinite(x) else None for x in recent_returns]
         about = {"step": step, "returns": returns, "is_whole": True, "num_agents": None, "own": {}}
-        self.checkpoints.save(step, offline.without_data(state), self.about | about | agents)
+        self.checkpoints.save(step, replays.without_data(state), self.about | about | agents)
 
     @cached_property
     def policy_names(self) -> list[str]:
@@ -181,7 +181,7 @@ class RunFolder(AbstractContextManager):
         checkpoint.
         """
         if self.vault is not None:
-            self.vault.write(self.agent.experience(state))
+            self.vault.write(agents.experience(state))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if isinstance(error, RuntimeError) and "deleted" in str(error):
@@ -211,7 +211,7 @@ def check_experience(agent: Any, run: Any) -> None:
         raise UsageError(f"buffer_size must be >= {longest} to save each log_interval")
 
 
-def open_vault(agent: Any, run: Any, folder: Path, script: Path) -> Any:
+def open_vault(agent: Any, state: Any, run: Any, folder: Path, script: Path) -> Any:
     """The experience on disk with --save-experience, otherwise None."""
     if not agents.saves_experience(agent):
         return None
@@ -219,7 +219,8 @@ def open_vault(agent: Any, run: Any, folder: Path, script: Path) -> Any:
 
     about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs), "seed": run.seed}
     about["script"] = script.stem
-    return Vault(folder / "experience", agent.stored_step, agent.args.num_envs, about=about)
+    item = replays.item_of(agents.experience(state))
+    return Vault(folder / "experience", item, agent.args.num_envs, about=about)
 
 
 @contextmanager

@@ -141,6 +141,9 @@ def check_flags(args: Any, run: Any) -> None:
 
 def check_flag(name: str, value: Any, expected: Any) -> None:
     """Raises UsageError if a value is of another type, or beyond the limits of its name."""
+    for plain in (int, float, bool, str):
+        if expected == plain | None and value is not None:
+            expected = plain
     is_number = expected is float and type(value) is int
     if expected in (int, float, bool, str) and type(value) is not expected and not is_number:
         raise UsageError(f"{name} must be of type {expected.__name__}, not {value!r}")

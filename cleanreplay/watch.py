@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from cleanreplay import images, policies
+from cleanreplay import agents, images, policies
 from cleanreplay.errors import UsageError
 
 MOST_FRAMES = 25  # per second of a file
@@ -126,7 +126,7 @@ def play(
     agent: Any, params: Any, envs: Any, seed: int, max_steps: int, draw: Callable
 ) -> tuple[list, float]:
     """The pictures of an episode of one environment, one more than its steps, and its return."""
-    act = agent.policy(params)  # with an empty memory
+    act = agents.policy(agent, params)  # with an empty memory
     observation, _ = envs.reset(seed=seed)
     pictures = [draw(observation)]
     episodic_return = 0.0

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from helpers import network_of
 from jax.flatten_util import ravel_pytree
 
 from dqn_jax import Args, Step
@@ -152,6 +153,15 @@ def plain_gradient_step(params, target_params, transitions, double_q=False, weig
     return params - 0.1 * gradient, error, value
 
 
+def when(agent, update):
+    """What a gradient step is told: in SAC its number, else its step and that of the next one."""
+    args = agent.args
+    if not hasattr(args, "start_e"):
+        return (update,)
+    gradient_steps = getattr(args, "gradient_steps", 1)
+    return [x * args.train_frequency // gradient_steps for x in (update - 1, update)]
+
+
 def keys_of_gradient_step(agent, state, key, batch_function="to_transitions"):
     """The key of the draw from the replay in a gradient step, and that of the batch's function."""
     keys = []
@@ -168,7 +178,7 @@ def keys_of_gradient_step(agent, state, key, batch_function="to_transitions"):
     set_priorities = getattr(replay, "set_priorities", None)  # a uniform one has none
     agent.replay = SimpleNamespace(sample=sample, set_priorities=set_priorities)
     setattr(agent, batch_function, to_batch_with_key)
-    agent.gradient_step(state, key, 1)
+    agent.gradient_step(state, key, *when(agent, 1))
     of_draw, of_batch = keys
     return of_draw, of_batch
 
@@ -187,7 +197,7 @@ def moves_of_target(agent, state, last_update, online="params", target="target_p
     moves = {}
     for update in range(1, last_update + 1):
         old_target, old_params = vector(target), vector(online)
-        state, _ = gradient_step(state, jax.random.PRNGKey(update), update)
+        state, _ = gradient_step(state, jax.random.PRNGKey(update), *when(agent, update))
         assert (vector(online) != old_params).any()  # it learns something in every step
         if (vector(target) != old_target).any():
             moves[update] = old_target, vector(online), vector(target)
@@ -195,15 +205,17 @@ def moves_of_target(agent, state, last_update, online="params", target="target_p
 
 
 def train_without_gradients(module, args):
-    """The numbers of all gradient steps of a training in which they do nothing, and its metrics.
+    """The steps of all gradient steps of a training in which they do nothing, and its metrics.
 
     The metrics [iterations] are of an agent whose loss has none.
     """
     agent = linear(module, args)
-    agent.gradient_step = lambda state, key, update: (
-        state._replace(params=state.params.at[update].add(1)),
-        {},
-    )
+
+    def gradient_step(state, key, step, next_step):
+        begun, ended = state.params
+        return state._replace(params=(begun.at[step].add(1), ended.at[next_step].add(1))), {}
+
+    agent.gradient_step = gradient_step
     shape = agent.rollout_shape
     rollout = jax.tree.map(lambda x: np.zeros(shape + x.shape, x.dtype), agent.example_step)
     key = jax.random.PRNGKey(0)
@@ -213,11 +225,12 @@ def train_without_gradients(module, args):
         return state, metrics
 
     steps = np.arange(0, args.total_timesteps, agent.steps_per_iteration)
-    counts = np.zeros(2 + len(steps) * agent.updates_per_iteration, np.int32)
-    state = agent.init(key)._replace(params=counts)
+    counts = np.zeros(1 + len(steps) * agent.steps_per_iteration, np.int32)
+    state = agent.init(key)._replace(params=(counts, counts))
     state, metrics = jax.jit(lambda state: jax.lax.scan(iterate, state, steps))(state)
-    assert state.params.max() == 1  # no number is given twice
-    return np.flatnonzero(state.params).tolist(), metrics
+    begun, ended = [np.repeat(np.arange(len(x)), x).tolist() for x in state.params]
+    assert begun[1:] == ended[:-1]  # each ends where the next one begins
+    return begun, metrics
 
 
 def metrics_around_the_start(agent, rollout):
@@ -227,7 +240,7 @@ def metrics_around_the_start(agent, rollout):
     """
     key = jax.random.PRNGKey(0)
     train_step = jax.jit(agent.train_step)
-    start = agent.learning_starts
+    start = agent.args.learning_starts
     state, _, before = train_step(agent.init(key), rollout, key, start - agent.steps_per_iteration)
     _, _, after = train_step(state, rollout, key, start)
     return before, after
@@ -256,4 +269,5 @@ def learned_q(module, env_id, observations, args, **flags):
     """
     run = module.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
     state, _, _ = module.train(module.Args(**vars(args) | flags), run)
-    return state, np.asarray(jax.jit(module.QNetwork(2).apply)(state.params, observations))
+    network = network_of(module, observations)
+    return state, np.asarray(jax.jit(network.apply)(state.params, observations))

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import gymnasium as gym
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,13 @@ def make_agent(script, args, run, **options):
     with closing(script.make_envs(args, run, 1)) as envs:
         spaces = envs.single_observation_space, envs.single_action_space
     return script.Agent(args, *spaces, **options)
+
+
+def network_of(script, observations, num_actions=2, **flags):
+    """The network of a script for observations like these [B, ...], and Discrete actions."""
+    high = 1 if observations.dtype == bool else 255
+    space = gym.spaces.Box(0, high, observations.shape[1:], observations.dtype)
+    return script.Agent(script.Args(**flags), space, gym.spaces.Discrete(num_actions)).network
 
 
 def spaces_of(script, args, run):

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import dqn_jax
 import ppo_jax
 import sac_jax
-from cleanreplay import UsageError, agent_file, disk, load_policy
+from cleanreplay import UsageError, agent_file, agents, disk, load_policy
 
 OBSERVATIONS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 BOX = gym.spaces.Box(-1, 1, (3,))
@@ -36,14 +36,14 @@ def trained():
 @pytest.mark.parametrize(
     ("script", "flags", "actions", "some"),
     [
-        (dqn_jax, {}, gym.spaces.Discrete(2), ["params/params/Dense_2/kernel"]),
+        (dqn_jax, {}, gym.spaces.Discrete(2), ["params/params/q/kernel"]),
         (
             ppo_jax,
-            {"normalize_observations": "yes"},
+            {"normalize_observations": True},
             gym.spaces.Discrete(2),
-            ["params/params/Dense_0/bias", "obs_rms/mean", "obs_rms/var"],
+            ["params/params/actor_0/bias", "obs_rms/mean", "obs_rms/var"],
         ),
-        (sac_jax, {}, BOX, ["policy/actor/params/Dense_1/kernel"]),
+        (sac_jax, {}, BOX, ["policy/actor/params/actor_1/kernel"]),
     ],
 )
 def test_the_policy_needs_the_leaves_that_policy_params_returns(script, flags, actions, some):
@@ -106,7 +106,7 @@ def test_a_bit_that_flipped_is_found_by_a_checksum(trained):
     data = bytearray(file.read_bytes())
     data[-1] ^= 64
     file.write_bytes(data)
-    with pytest.raises(UsageError, match=r"is damaged, .*Dense_2/kernel has another checksum"):
+    with pytest.raises(UsageError, match=r"is damaged, .*q_1/kernel has another checksum"):
         load_policy(file)
 
 
@@ -122,7 +122,7 @@ def test_a_file_of_another_project_is_no_agent(tmp_path):
 def test_an_agent_of_another_network_is_named_with_its_shapes(trained):
     file = trained / "best.safetensors"
     rewrite(file, args=agent_file.open_agent(file).about["args"] | {"hidden_sizes": [7, 5]})
-    with pytest.raises(UsageError, match=r"Dense_0/bias is \(120,\) there, \(7,\) here"):
+    with pytest.raises(UsageError, match=r"q/kernel is \(84, 3\) there, \(5, 3\) here"):
         load_policy(trained / "best.safetensors")
 
 
@@ -142,10 +142,10 @@ def test_parameters_that_are_computed_are_computed_again(tmp_path):
     args, run = script.Args(**SMALL_DQN), script.Run(**COUNTER | dict(eval_episodes=1))
     state, _, folder = script.train(args, run)
     file = folder / "best.safetensors"
-    bias = "params/params/Dense_0/bias"
+    bias = "params/params/q_0/bias"
     np.testing.assert_array_equal(load_file(file)[bias], disk.by_name(state)[bias])
     agent = make_agent(script, args, run)
-    wanted = agent.policy(agent.policy_params(state))(OBSERVATIONS)
+    wanted = agents.policy(agent, agent.policy_params(state))(OBSERVATIONS)
     np.testing.assert_array_equal(load_policy(file)(OBSERVATIONS), wanted)
     begun = jax.jit(agent.init)(jax.random.PRNGKey(1))
     begun = agent_file.start_from(str(file), begun, agent)

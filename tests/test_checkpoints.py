@@ -40,7 +40,7 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import sac_jax
-from cleanreplay import checkpoints, disk, load_policy, usage
+from cleanreplay import agents, checkpoints, disk, load_policy, replays, usage
 from cleanreplay.run_folder import locked
 from dqn_jax import UsageError
 
@@ -715,10 +715,10 @@ def test_a_script_with_other_layers_names_the_first_that_differs(saved_run, monk
     class Smaller(dqn_jax.QNetwork):
         @dqn_jax.nn.compact
         def __call__(self, x):
-            return dqn_jax.nn.Dense(self.num_actions)(x)
+            return dqn_jax.nn.Dense(self.num_actions, name="q")(x)
 
     monkeypatch.setattr(dqn_jax, "QNetwork", Smaller)
-    layer = r"params/Dense_0/bias is \(120,\) there, \(2,\) here"
+    layer = r"params/q/kernel is \(84, 2\) there, \(4, 2\) here"
     for begin in (
         lambda: dqn_jax.train(args, run),
         lambda: load_policy(folder),
@@ -806,10 +806,14 @@ def test_a_resume_holds_one_replay(tmp_path):
 
 
 def add_numbered(agent, state, numbers):
-    """Adds steps of one environment that observe these numbers, with rewards of 1 and no end."""
+    """Adds steps of one environment that observe these numbers, with rewards of 1 and no end.
+
+    An observation is a stack of two: 0 comes before the first number.
+    """
     rows = len(numbers)
+    stacks = np.stack([np.append(0, numbers[:-1]), numbers], axis=-1)
     steps = dqn_jax.Step(
-        observation=jnp.asarray(numbers, jnp.float32).reshape(rows, 1, 1),
+        observation=jnp.asarray(stacks, jnp.float32).reshape(rows, 1, 2, 1),
         action=jnp.zeros((rows, 1), jnp.int32),
         reward=jnp.ones((rows, 1), jnp.float32),
         terminated=jnp.zeros((rows, 1), bool),
@@ -832,10 +836,11 @@ def test_a_cut_is_a_truncation(n_step):
         num_envs=1, train_frequency=1, frame_stack=2, n_step=n_step, gamma=0.5, buffer_size=100
     )
     space = gym.spaces.Box(0, 1_000, (2, 1), np.float32)
-    agent = dqn_jax.DQN(args, space, gym.spaces.Discrete(2))
+    options = replays.options(args, None, None)
+    agent = dqn_jax.DQN(args, space, gym.spaces.Discrete(2), **options)
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     state = add_numbered(agent, state, np.arange(1, 31))
-    state = agent.on_resume(state)
+    state = agents.on_resume(agent, state)
     state = add_numbered(agent, state, np.arange(101, 131))
 
     transitions = windows_around(agent, state, first_row=10, num_rows=25)
@@ -970,7 +975,7 @@ def test_a_resumed_run_keeps_its_priorities():
     agent = make_agent(per_dqn_jax, args, run)
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     _, state, _ = checkpoints.Checkpoints(folder).restore(state)
-    after = agent.on_resume(state)
+    after = agents.on_resume(agent, state)
     assert len(np.unique(np.concatenate(jax.tree.leaves(before.replay.tree), axis=None))) > 10
     jax.tree.map(np.testing.assert_array_equal, after.replay.tree, before.replay.tree)
     assert after.replay.max_priority == before.replay.max_priority

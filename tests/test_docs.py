@@ -28,6 +28,7 @@ from helpers import (
     diff_of,
     make_trainer,
     more,
+    network_of,
     other_algorithm,
     read_events,
     slow,
@@ -242,7 +243,8 @@ def play_greedily(params, frame_stack):
 
     The first observation has frames of zeros before its own.
     """
-    q_values = jax.jit(dqn_jax.QNetwork(2).apply)
+    network = network_of(dqn_jax, np.zeros((1, frame_stack, 4), np.float32))
+    q_values = jax.jit(network.apply)
     frames = [np.zeros(4, np.float32)] * frame_stack
     actions = []
     over = False
@@ -438,7 +440,7 @@ def test_how_to_log_an_image(env_id, tmp_path, monkeypatch):
 
 def test_how_to_add_a_wrapper(tmp_path, monkeypatch):
     state, _, _ = trained(patched("add a wrapper", tmp_path, monkeypatch))
-    assert state.params["params"]["Dense_0"]["kernel"].shape == (5, 120)
+    assert state.params["params"]["q_0"]["kernel"].shape == (5, 120)
 
 
 def test_how_to_change_the_network(tmp_path, monkeypatch):
@@ -448,7 +450,7 @@ def test_how_to_change_the_network(tmp_path, monkeypatch):
 
 def test_how_to_change_the_optimiser(tmp_path, monkeypatch):
     state, _, _ = trained(patched("change the optimiser", tmp_path, monkeypatch))
-    assert state.opt_state[1][0].mu["params"]["Dense_0"]["kernel"].shape == (4, 120)
+    assert state.opt_state[1][0].mu["params"]["q_0"]["kernel"].shape == (4, 120)
 
 
 def test_how_to_freeze_a_layer(tmp_path, monkeypatch):
@@ -460,7 +462,7 @@ def test_how_to_freeze_a_layer(tmp_path, monkeypatch):
     after, _, _ = trained(my_dqn, init_from=str(folder))
     for name, layer in after.params["params"].items():
         stays = np.array_equal(layer["kernel"], before.params["params"][name]["kernel"])
-        assert stays == (name == "Dense_0")
+        assert stays == (name == "q_0")
 
 
 def test_how_to_change_the_exploration(tmp_path, monkeypatch):
@@ -566,7 +568,7 @@ def test_a_row_that_is_wholly_masked_is_finite(script, tmp_path, monkeypatch):
         np.testing.assert_array_equal(output, np.full((64, 6), np.float32(-1e9)))
         return
     action = np.int32(np.arange(64) % 6)
-    log_prob, entropy = my_script.log_prob_and_entropy(output[0], action)
+    log_prob, entropy = agent.actions.log_prob_and_entropy(output[0], action)
     np.testing.assert_allclose(log_prob, -np.log(6), rtol=1e-6)
     np.testing.assert_allclose(entropy, np.log(6), rtol=1e-6)
 
@@ -751,7 +753,9 @@ def test_the_dataset_of_demonstrations_is_read(tmp_path, monkeypatch):
     runpy.run_path("my_pusher.py")
     args = sac_jax.Args(offline_data="minari:mountaincar/pusher-v0")
     agent = make_agent(sac_jax, args, sac_jax.Run(env_id="MountainCarContinuous-v0"))
-    steps = cleanreplay.offline.of_minari(agent, args.offline_data, None).storage
+    steps = cleanreplay.offline.of_minari(
+        agent, agent.example_step, args.offline_data, None
+    ).storage
     assert steps.valid.sum() == 885
     assert steps.terminated.sum() == 10
 
@@ -849,7 +853,8 @@ def test_experience_on_disk_alone_is_learned_from(tmp_path, monkeypatch):
     state = names["state"]
     assert state.replay.size == 100  # rows of 8 steps
     assert state.opt_state[0].count == 2_000
-    q = dqn_jax.QNetwork(2).apply(state.params, np.array([[0.0], [1.0]], np.float32))
+    network = network_of(dqn_jax, np.zeros((1, 1), np.float32))
+    q = network.apply(state.params, np.array([[0.0], [1.0]], np.float32))
     np.testing.assert_allclose(q, [[0.5, 0.5], [1.0, 1.0]], atol=0.02)
 
 

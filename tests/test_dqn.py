@@ -31,10 +31,10 @@ from by_hand import (
     windows_by_hand,
 )
 from helpers import fast_at_ends, more, read_events
-from optax.tree_utils import tree_get
 from scipy.stats import chisquare
 
 import dqn_jax
+from cleanreplay import agents
 from dqn_jax import Args, Run, train
 
 KEY = jax.random.PRNGKey(0)
@@ -93,9 +93,9 @@ def test_learning_starts_with_the_iteration_that_passes_learning_starts():
     args = Args(total_timesteps=320, num_envs=8, learning_starts=200)  # 40 steps an iteration
 
     # The iteration from step 160 to 200 ends where learning starts.
-    updates, metrics = train_without_gradients(dqn_jax, args)
+    steps, metrics = train_without_gradients(dqn_jax, args)
     np.testing.assert_array_equal(metrics["charts/gradient_steps"], [0, 0, 0, 0, 0, 4, 4, 4])
-    assert updates == list(range(21, 33))  # counted from step 0, one every 10 steps
+    assert steps == list(range(200, 320, 10))
     epsilon = 1 - np.minimum(np.arange(0, 320, 40) / 160, 1) * 0.95
     np.testing.assert_allclose(metrics["charts/epsilon"], epsilon, rtol=1e-6)
 
@@ -118,14 +118,14 @@ def test_gradient_steps_keep_their_ratio_to_environment_steps(
         train_frequency=train_frequency,
         gradient_steps=gradient_steps,
     )
-    updates, metrics = train_without_gradients(dqn_jax, args)
+    steps, metrics = train_without_gradients(dqn_jax, args)
     size = np.lcm(num_envs, train_frequency)
     trained = -(-6_400 // size) * size  # whole iterations
     begun = 1_600 // size * size  # the iteration that passes learning_starts learns whole
-    ratio = gradient_steps / train_frequency
-    assert updates == list(range(round(begun * ratio) + 1, round(trained * ratio) + 1))
-    assert metrics["charts/gradient_steps"].sum() == len(updates)
-    assert metrics["charts/replay_ratio"][-1] == pytest.approx(ratio)
+    numbers = np.arange((trained - begun) // train_frequency * gradient_steps)
+    assert steps == (begun + numbers * train_frequency // gradient_steps).tolist()
+    assert metrics["charts/gradient_steps"].sum() == len(steps)
+    assert metrics["charts/replay_ratio"][-1] == pytest.approx(gradient_steps / train_frequency)
 
 
 def explore(epsilon, key=0, first_step=0):
@@ -184,8 +184,8 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     agent = linear(dqn_jax, args, num_actions=3, start=5)
     params = jnp.array([5.0, 7.0, 6.0])
     observation = np.ones((200, 1), np.float32)
-    np.testing.assert_array_equal(agent.policy(params)(observation), 6)
-    policy = agent.policy(params, KEY)
+    np.testing.assert_array_equal(agents.policy(agent, params)(observation), 6)
+    policy = agents.policy(agent, params, KEY)
     for step in (0, 40_000):
         wanted = 5 + np.asarray(agent.act(params, observation, KEY, step))
         assert set(wanted) == {5, 6, 7}
@@ -224,7 +224,7 @@ def test_another_optimizer_knows_the_parameters_and_their_shapes():
     draw = agent.replay.sample
     agent.replay = SimpleNamespace(sample=sample)
 
-    state, metrics = jax.jit(agent.gradient_step)(state, KEY, 1)
+    state, metrics = jax.jit(agent.gradient_step)(state, KEY, 0, 10)
 
     # Values 1 and 2 of the actions, targets 6, 2 and 8: the errors are 5, 0 and 7, the gradient of
     # the first action's weights -2 * (5 + 7) / 3 = -8, and 0 of the second one's.
@@ -385,7 +385,11 @@ def test_rewards_are_learned_from_by_their_sign():
         valid=np.ones((3, 2), bool),
     )
     state, _, _ = jax.jit(agent.train_step)(agent.init(KEY), rollout, KEY, 0)
-    np.testing.assert_array_equal(state.replay.storage.reward[:3], [[1, -1], [0, 1], [1, -1]])
+    windows = agent.replay.get(state.replay, np.arange(4))
+    transitions = agent.to_transitions(windows, KEY)
+
+    np.testing.assert_array_equal(transitions.reward, [1, -1, 0, 1])
+    np.testing.assert_array_equal(state.replay.storage.reward[:3], rollout.reward)
 
 
 def cut_by_hand(rows):
@@ -420,7 +424,7 @@ def restart(request):
         rollout, resetting = random_rollout(rng, 4, resetting)
         before, _, _ = train_step(before, rollout, KEY, 0)
         plain.add(rollout)
-    after = agent.on_resume(before)
+    after = agents.on_resume(agent, before)
     cut_rows = cut_by_hand(plain.rows)
 
     rollout, _ = random_rollout(rng, 4, np.zeros(6, bool))
@@ -548,11 +552,3 @@ def test_an_image_probe_is_learned():
     assert stored.observation.dtype == jnp.uint8
     assert stored.observation.shape == (125, 8, 4, 36, 36)
     np.testing.assert_allclose(q, [[1.0, -1.0], [-1.0, 1.0]], atol=0.1)
-
-
-def test_learning_starts_of_0_is_the_batch_size():
-    """So the first gradient step is in the iteration of 10 steps that reaches beyond 40 steps."""
-    args = dqn_jax.Args(total_timesteps=100, learning_starts=0, batch_size=40, buffer_size=100)
-    run = dqn_jax.Run(env_id="Counter-v0", eval_episodes=0)
-    state, _, _ = dqn_jax.train(args, run)
-    assert tree_get(state.opt_state, "count") == 6

@@ -105,8 +105,8 @@ def assert_shares(counts, shares):
 
 
 BOTH = pytest.mark.parametrize("env_id", ["Counting-v0", "CountingInJax-v0"])
-DQN_HEAD = "Dense_2"
-PPO_HEAD = "Dense_4"
+DQN_HEAD = "q"
+PPO_HEAD = "actor"
 
 
 @BOTH

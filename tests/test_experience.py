@@ -24,7 +24,7 @@ def vault_of(module, args, folder):
     """The experience of a run in Counter-v0."""
     space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     agent = module.Agent(args, space, gym.spaces.Discrete(3))
-    return Vault(folder / "experience", agent.stored_step, args.num_envs, create=False)
+    return Vault(folder / "experience", agent.example_step, args.num_envs, create=False)
 
 
 def assert_same_rows(steps, held):
@@ -64,7 +64,7 @@ def test_the_vault_says_what_its_experience_is_of(module):
     agent = make_agent(module, args, run)
     folder = Path("run").absolute()
     with RunFolder(agent, run, folder, module.__file__, []) as run_folder:
-        run_folder.begin(partial(agent.init, jax.random.PRNGKey(0)), agent.on_resume)
+        run_folder.begin(partial(agent.init, jax.random.PRNGKey(0)), on_resume=None)
     assert Vault(folder / "experience").about == {
         "env_id": "CartPole-v1",
         "env_kwargs": {"sutton_barto_reward": True},
@@ -122,7 +122,7 @@ def test_all_steps_of_a_compiled_agent_are_kept(module):
     state, _, folder = module.train(args, run)
     space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     agent = module.Agent(args, space, gym.spaces.Discrete(2))
-    vault = Vault(folder / "experience", agent.stored_step, 2, create=False)
+    vault = Vault(folder / "experience", agent.example_step, 2, create=False)
     assert len(vault) == 200
     of_the_first_agent = jax.tree.map(lambda x: x[0], state.replay.storage)
     assert_same_rows(vault.read(100, 200), of_the_first_agent)
@@ -199,7 +199,7 @@ def test_experience_has_no_seam_where_a_run_was_resumed(log_interval, monkeypatc
     assert 100 < cut < 300
     agent = make_agent(dqn_jax, args, run)
     dqn_jax.train(args, replace(run, resume=str(folder)))
-    rows = Vault(folder / "experience", agent.stored_step, 1, create=False).read(0, 400)
+    rows = Vault(folder / "experience", agent.example_step, 1, create=False).read(0, 400)
     episode, step, _ = rows.observation[:, 0].T
     goes_on = rows.valid[:-1, 0] & ~rows.terminated[:-1, 0] & ~rows.truncated[:-1, 0]
     ends = rows.terminated[:-1, 0] | rows.truncated[:-1, 0]

@@ -15,7 +15,7 @@ from helpers import SMALL_DQN, SMALL_PPO
 import dqn_jax
 import ppo_jax
 import sac_jax
-from cleanreplay import draws
+from cleanreplay import replays
 
 
 @pytest.fixture
@@ -110,21 +110,21 @@ def test_goals_are_asked_of_an_environment_that_was_reset_in_one_thread_at_a_tim
         return sac_jax.make_envs(args, run, num_envs)
 
     first = make_envs(1)
-    draw = draws.options(args, first, make_envs)["draw"]
+    options = replays.options(args, first, make_envs)
     first.close()
     spaces = first.single_observation_space, first.single_action_space
-    agent = sac_jax.SAC(args, *spaces, draw=draw)
+    agent = sac_jax.SAC(args, *spaces, **options)
     state = agent.init(jax.random.PRNGKey(0))
     rows = jax.tree.map(
         lambda x: np.zeros((50, args.num_envs, *np.shape(x)), np.asarray(x).dtype),
-        agent.stored_step,
+        agent.example_step,
     )
     replay = agent.replay.add_batch(state.replay, rows._replace(valid=~rows.valid))
     state = state._replace(replay=replay)
 
     def sample(seed):
         key = jax.random.PRNGKey(seed)
-        rewards = agent.draw(agent.replay, state, key, 8).experience.reward
+        rewards = agent.replay.sample(state.replay, key, 8).experience.reward
         np.testing.assert_array_equal(rewards[:4, 0], np.ones(4))
 
     threads = [threading.Thread(target=sample, args=(seed,)) for seed in range(4)]
@@ -133,4 +133,4 @@ def test_goals_are_asked_of_an_environment_that_was_reset_in_one_thread_at_a_tim
     for thread in threads:
         thread.join()
     assert Threshold.most == 1
-    draw.close()
+    replays.close(agent.replay)

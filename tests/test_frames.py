@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fast_at_ends, make_trainer, more
+from helpers import fast_at_ends, make_trainer, more, network_of
 
 import buffers
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import images
+from cleanreplay import images, replays
 
 KEY = jax.random.PRNGKey(0)
 
@@ -61,7 +61,8 @@ def breakout(request):
     single = images.FrameStack(atari(1), 4)
     assert single.single_observation_space.shape == (4, 1, 84, 84)
     assert single.observation_space.shape == (2, 4, 1, 84, 84)
-    agent = script.Agent(args, single.single_observation_space, gym.spaces.Discrete(4))
+    spaces = (single.single_observation_space, gym.spaces.Discrete(4))
+    agent = script.Agent(args, *spaces, **replays.options(args, single, None))
     state = jax.jit(agent.init)(KEY)
     params = agent.policy_params(state)
     observation, _ = single.reset(seed=3)
@@ -97,25 +98,24 @@ def test_learning_sees_what_atari_stacks(breakout):
     add = jax.jit(breakout.agent.replay.add_batch)
     replay = breakout.replay
     for rollout, _ in breakout.rollouts:
-        replay = add(replay, rollout._replace(observation=rollout.observation[:, :, -1]))
+        replay = add(replay, rollout)
     assert int(replay.size) == 100  # rows, a third of those added
     sample = breakout.agent.replay.sample(replay, KEY, 512)
-    window = sample.experience
-    stacks = buffers.stack_frames(window.observation, 4, window.valid)
+    stacks = sample.experience.observation
 
     assert stacks.shape == (512, 2, 4, 1, 84, 84)
     row, environment = np.divmod(np.asarray(sample.indices), 2)
     for i in (0, 1):
         native = breakout.native[row + 3 + i, environment]
         np.testing.assert_array_equal(stacks[:, i, :, 0], native)
-    assert not window.valid[:, 3:].all()  # some reach over the end of an episode
+    assert not sample.experience.valid.all()  # some reach over the end of an episode
 
 
 def test_the_network_sees_the_channels_that_atari_stacks():
     stacks = np.random.default_rng(0).integers(255, size=(3, 4, 84, 84)).astype(np.uint8)
     channels = images.channels_last(jnp.asarray(stacks))
     assert channels.shape == (3, 84, 84, 4)
-    network = dqn_jax.QNetwork(2)
+    network = network_of(dqn_jax, stacks)
     params = jax.jit(network.init)(KEY, stacks)
     apply = jax.jit(network.apply)
     q_values = apply(params, stacks)
@@ -150,7 +150,8 @@ def test_a_million_steps_of_atari_take_so_many_gigabytes(stack, gigabytes):
     shape = (4, 84, 84) if stack == 1 else (4, 1, 84, 84)
     args = dqn_jax.Args(num_envs=8, frame_stack=stack, buffer_size=10**6, total_timesteps=10**7)
     observations = gym.spaces.Box(0, 255, shape, np.uint8)
-    agent = dqn_jax.Agent(args, observations, gym.spaces.Discrete(4))
+    spaces = (observations, gym.spaces.Discrete(4))
+    agent = dqn_jax.Agent(args, *spaces, **replays.options(args, None, None))
     replay = jax.eval_shape(agent.init, KEY).replay
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(replay))
     assert size / 1e9 == pytest.approx(gigabytes, abs=0.05)

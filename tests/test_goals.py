@@ -12,7 +12,7 @@ from helpers import fast_at_ends, one_line, read_events
 import dqn_jax
 import per_dqn_jax
 import sac_jax
-from cleanreplay import draws, goals, images
+from cleanreplay import goals, images, replays
 
 N = 2  # environments
 ROWS = 40  # that the replay holds
@@ -29,7 +29,7 @@ def reach(frame_stack=1):
 def sac_of(args, envs):
     """An agent for these environments, of which one is also asked for rewards."""
     spaces = envs.single_observation_space, envs.single_action_space
-    return sac_jax.SAC(args, *spaces, **draws.options(args, envs, lambda count: envs))
+    return sac_jax.SAC(args, *spaces, **replays.options(args, envs, lambda count: envs))
 
 
 def sac(**flags):
@@ -44,6 +44,11 @@ def sac(**flags):
     )
     envs = reach(args.frame_stack)
     return sac_of(args, envs)
+
+
+def hindsight_of(agent):
+    """The replay of an agent, of which single observations are seen, and no stacks."""
+    return agent.replay.replay if agent.args.frame_stack > 1 else agent.replay
 
 
 def stored(agent):
@@ -67,19 +72,20 @@ def stored(agent):
     reward = np.where(valid, -1, 0).astype(np.float32)
     steps = sac_jax.Step(observation, action, reward, terminated, ends & ~terminated, valid)
     episode = np.concatenate([np.zeros((1, N), int), np.cumsum(~valid, axis=0)[:-1]])
-    return agent.replay.add_batch(agent.replay.init(agent.stored_step), steps), episode
+    replay = hindsight_of(agent)
+    item = jax.tree.map(lambda x: x[0, 0], steps)
+    return replay.add_batch(replay.init(item), steps), episode
 
 
 def drawn(agent, seeds):
     """Pairs of a sample without other goals and the same one with them, as NumPy arrays."""
     replay_state, episode = stored(agent)
-    key = jax.random.PRNGKey(0)
-    state = jax.eval_shape(agent.init, key)._replace(replay=replay_state)
 
     @jax.jit
     def draw(replay_state, key):
-        before = agent.replay.sample(replay_state, key, BATCH)
-        return before, agent.draw(agent.replay, state._replace(replay=replay_state), key, BATCH)
+        replay = hindsight_of(agent)
+        before = replay.replay.sample(replay_state, key, BATCH)
+        return before, replay.sample(replay_state, key, BATCH)
 
     pairs = [draw(replay_state, jax.random.PRNGKey(seed)) for seed in range(seeds)]
     return jax.tree.map(np.asarray, pairs), episode
@@ -154,8 +160,10 @@ def test_with_clip_rewards_the_signs_of_new_rewards_are_learned():
     envs = images.wrap(SyncVectorEnv([Large]), 1)
     agent = sac_of(args, envs)
     pairs, _ = drawn(agent, 3)
-    rewards = np.stack([after.experience.reward[:RELABELLED, 0] for _, after in pairs])
-    assert set(rewards.ravel().tolist()) == {-1, 0}
+    experience = [jax.tree.map(lambda x: x[:RELABELLED], after.experience) for _, after in pairs]
+    transitions = [agent.to_transitions(steps, jax.random.PRNGKey(0)) for steps in experience]
+    assert {float(x) for steps in experience for x in steps.reward[:, 0]} == {-100, 0}
+    assert {float(x) for batch in transitions for x in batch.reward} == {-1, 0}
 
 
 def distance(achieved_goal, desired_goal, info):
@@ -235,9 +243,9 @@ def test_only_what_jax_cannot_trace_is_called_back():
 
 
 def refusal(envs, fraction=0.5):
-    """What `draws.options` says of environments."""
+    """What `replays.options` says of environments."""
     with pytest.raises(sac_jax.UsageError) as caught:
-        draws.options(sac_jax.Args(her_fraction=fraction), envs, lambda count: envs)
+        replays.options(sac_jax.Args(her_fraction=fraction), envs, lambda count: envs)
     return str(caught.value)
 
 

@@ -1,16 +1,18 @@
 """cleanreplay/images.py: which observations go through convolutions, and what these compute."""
 
+from functools import partial
 from pathlib import Path
 
 import environments
 import flax.linen as nn
 import gymnasium as gym
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from environments import Counter, Probe
-from helpers import SMALL_DQN, fast_at_ends, more, one_line, read_events
+from helpers import SMALL_DQN, fast_at_ends, more, network_of, one_line, read_events
 
 import dqn_jax
 import per_dqn_jax
@@ -51,7 +53,7 @@ NO_IMAGES = [(128,), (8, 8), (35, 40), (4, 5, 3), (64, 2, 64), (40, 3, 50), (4, 
 def kernels(shape, dtype):
     """Shapes of the kernels of a QNetwork of two actions."""
     x = jax.ShapeDtypeStruct((2, *shape), dtype)
-    params = jax.eval_shape(dqn_jax.QNetwork(2).init, jax.random.PRNGKey(0), x)
+    params = jax.eval_shape(network_of(dqn_jax, x).init, jax.random.PRNGKey(0), x)
     return {name: layer["kernel"].shape for name, layer in params["params"].items()}
 
 
@@ -60,9 +62,9 @@ def kernels(shape, dtype):
 def test_small_images_go_through_one_convolution(shape, dtype):
     height, width, channels = SMALL[shape]
     assert kernels(shape, dtype) == {
-        "Conv_0": (3, 3, channels, 16),
-        "Dense_0": (128, 2),
-        "Dense_1": ((height - 2) * (width - 2) * 16, 128),
+        "conv_0": (3, 3, channels, 16),
+        "conv_out": ((height - 2) * (width - 2) * 16, 128),
+        "q": (128, 2),
     }
 
 
@@ -72,11 +74,11 @@ def test_images_of_36x36_and_more_go_through_three_convolutions(shape):
     rows = (height // 4 - 1) // 2 - 3
     columns = (width // 4 - 1) // 2 - 3
     assert kernels(shape, np.uint8) == {
-        "Conv_0": (8, 8, channels, 32),
-        "Conv_1": (4, 4, 32, 64),
-        "Conv_2": (3, 3, 64, 64),
-        "Dense_0": (512, 2),
-        "Dense_1": (rows * columns * 64, 512),
+        "conv_0": (8, 8, channels, 32),
+        "conv_1": (4, 4, 32, 64),
+        "conv_2": (3, 3, 64, 64),
+        "conv_out": (rows * columns * 64, 512),
+        "q": (512, 2),
     }
 
 
@@ -84,12 +86,12 @@ def test_images_of_36x36_and_more_go_through_three_convolutions(shape):
 @fast_at_ends("shape", NO_IMAGES, ids=str)
 def test_what_is_too_small_or_has_no_channels_is_flattened(shape, dtype):
     size = int(np.prod(shape))
-    assert list(kernels(shape, dtype).values()) == [(size, 120), (120, 84), (84, 2)]
+    assert kernels(shape, dtype) == {"q_0": (size, 120), "q_1": (120, 84), "q": (84, 2)}
 
 
 @fast_at_ends("shape", [*SMALL, *LARGE], ids=str)
 def test_images_of_floats_are_flattened(shape):
-    assert kernels(shape, np.float32)["Dense_0"] == (int(np.prod(shape)), 120)
+    assert kernels(shape, np.float32)["q_0"] == (int(np.prod(shape)), 120)
 
 
 class FlaxNetwork(nn.Module):
@@ -100,11 +102,12 @@ class FlaxNetwork(nn.Module):
     @nn.compact
     def __call__(self, x):
         layers = ((32, 8, 4), (64, 4, 2), (64, 3, 1)) if self.is_large else ((16, 3, 1),)
-        for channels, size, stride in layers:
-            x = nn.relu(nn.Conv(channels, (size, size), (stride, stride), "VALID")(x))
+        for i, (channels, size, stride) in enumerate(layers):
+            conv = nn.Conv(channels, (size, size), (stride, stride), "VALID", name=f"conv_{i}")
+            x = nn.relu(conv(x))
         width = 512 if self.is_large else 128
-        x = nn.relu(nn.Dense(width, name="Dense_1")(x.reshape(len(x), -1)))
-        return nn.Dense(3, name="Dense_0")(x)
+        x = nn.relu(nn.Dense(width, name="conv_out")(x.reshape(len(x), -1)))
+        return nn.Dense(3, name="q")(x)
 
 
 def random_params(network, x):
@@ -130,7 +133,7 @@ def random_params(network, x):
 def test_values_are_those_of_flax(shape, dtype, scale):
     """Only large images of uint8 are divided by 255."""
     x = np.random.default_rng(0).integers(256, size=(2, *shape)).astype(dtype)
-    network = dqn_jax.QNetwork(3)
+    network = network_of(dqn_jax, x, num_actions=3)
     params = random_params(network, x)
     out = jax.jit(network.apply)(params, x)
     flax_network = FlaxNetwork(is_large=min(shape[:2]) >= 36)
@@ -141,7 +144,7 @@ def test_values_are_those_of_flax(shape, dtype, scale):
 
 def test_first_weights_of_convolutions_are_those_of_flax():
     x = np.zeros((1, 44, 40, 4), np.uint8)
-    ours = dqn_jax.QNetwork(3).init(jax.random.PRNGKey(0), x)
+    ours = network_of(dqn_jax, x, num_actions=3).init(jax.random.PRNGKey(0), x)
     wanted = FlaxNetwork(is_large=True).init(jax.random.PRNGKey(0), x.astype(np.float32))
     jax.tree.map(np.testing.assert_array_equal, ours, wanted)
 
@@ -212,7 +215,7 @@ def test_the_frames_of_a_stack_become_channels():
     x = np.random.default_rng(0).integers(256, size=(2, 4, 36, 40), dtype=np.uint8)
     last = np.moveaxis(x, 1, -1)
     np.testing.assert_array_equal(images.channels_last(jnp.asarray(x)), last)
-    network = dqn_jax.QNetwork(2)
+    network = network_of(dqn_jax, x)
     params = random_params(network, x)
     apply = jax.jit(network.apply)
     np.testing.assert_array_equal(apply(params, x), apply(params, last))
@@ -258,7 +261,7 @@ def test_a_small_image_of_bools_is_learned_from():
     run = dqn_jax.Run(env_id="ProbeFlags-v0", eval_episodes=0, checkpoint_interval=0)
     state, _, _ = dqn_jax.train(args, run)
     images_of_both = np.stack([np.zeros((5, 6, 2), bool), np.ones((5, 6, 2), bool)])
-    q_values = dqn_jax.QNetwork(2).apply(state.params, images_of_both)
+    q_values = network_of(dqn_jax, images_of_both).apply(state.params, images_of_both)
     assert state.replay.storage.observation.dtype == bool
     np.testing.assert_allclose(q_values, [[1, -1], [-1, 1]], atol=0.1)
 
@@ -329,3 +332,17 @@ def test_stacks_are_among_the_observations_of_their_space():
     assert envs.single_observation_space.shape == (3, 4)
     assert envs.observation_space.shape == observation.shape == (2, 3, 4)
     assert envs.observation_space.contains(observation)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((4,), np.float32), ((4, 36, 36), np.uint8)])
+def test_a_network_can_be_exported_for_batches_of_any_size(shape, dtype):
+    example = np.zeros((1, *shape), dtype)
+    network = network_of(dqn_jax, example)
+    params = random_params(network, example)
+    (batch,) = jax.export.symbolic_shape("batch")
+    inputs = jax.ShapeDtypeStruct((batch, *shape), dtype)
+    exported = jax.export.export(jax.jit(partial(network.apply, params)))(inputs)
+
+    for size in (1, 3):
+        x = np.random.default_rng(0).integers(9, size=(size, *shape)).astype(dtype)
+        np.testing.assert_allclose(exported.call(x), network.apply(params, x), rtol=1e-4, atol=1e-4)

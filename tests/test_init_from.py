@@ -14,7 +14,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import agent_file
+from cleanreplay import agent_file, agents
 
 SAC = dict(total_timesteps=60, learning_starts=40, batch_size=8, hidden_sizes=(8,))
 R2D2 = dict(total_timesteps=300, learning_starts=160, buffer_size=200, train_length=8, burn_in=4)
@@ -22,7 +22,7 @@ R2D2 |= dict(period=4, hidden_size=8, batch_size=4)
 RUNS = [
     (dqn_jax, SMALL_DQN, "environments:Counter-v0"),
     more(per_dqn_jax, SMALL_DQN, "environments:Counter-v0"),
-    (ppo_jax, SMALL_PPO | dict(normalize_observations="yes"), "Pendulum-v1"),
+    (ppo_jax, SMALL_PPO | dict(normalize_observations=True), "Pendulum-v1"),
     more(r2d2_jax, R2D2, "environments:Counter-v0"),
     more(recurrent_ppo_jax, SMALL_PPO | dict(sequence_length=4), "Pendulum-v1"),
     more(sac_jax, SAC, "Pendulum-v1"),
@@ -53,10 +53,10 @@ def test_all_that_was_learned_is_taken_and_nothing_else(script, flags, env_id):
     state, folder = trained(script, flags, run)
     args = script.Args(**flags, init_from=folder)
     agent, new = begun(script, args, run)
-    assert_equal(agent.learned(new), agent.learned(state))
+    assert_equal(agents.learned(agent, new), agents.learned(agent, state))
     fresh = jax.jit(agent.init)(jax.random.PRNGKey(99))
     for name in state._fields:
-        if getattr(agent.learned(state), name) == ():
+        if getattr(agents.learned(agent, state), name) == ():
             assert_equal(getattr(new, name), getattr(fresh, name))
     script.train(args, run)
 
@@ -149,7 +149,7 @@ def test_the_file_of_another_network_is_refused_with_its_shapes(run_main):
     flags = ["--env-id", run.env_id, "--init-from", file, "--hidden-sizes", "7"]
     line = one_line(run_main(dqn_jax, *flags))
     assert line.startswith(f"error: init_from: {file} is of another network or script: params/")
-    assert "(120,) there, (7,) here" in line
+    assert "q/kernel is (84, 3) there, (7, 3) here" in line
 
 
 def test_another_network_is_refused_with_its_shapes(run_main):
@@ -158,13 +158,13 @@ def test_another_network_is_refused_with_its_shapes(run_main):
     flags = ["--env-id", run.env_id, "--init-from", folder, "--hidden-sizes", "7"]
     line = one_line(run_main(dqn_jax, *flags))
     assert "is of another network or script: params/" in line
-    assert "(120,) there, (7,) here" in line
+    assert "q/kernel is (84, 3) there, (7, 3) here" in line
 
 
 def test_statistics_that_only_one_of_two_runs_has_are_refused():
     run = ppo_jax.Run(env_id="Pendulum-v1", eval_episodes=0, log_interval=16)
-    _, folder = trained(ppo_jax, SMALL_PPO | dict(normalize_observations="no"), run)
-    args = ppo_jax.Args(**SMALL_PPO, init_from=folder, normalize_observations="yes")
+    _, folder = trained(ppo_jax, SMALL_PPO | dict(normalize_observations=False), run)
+    args = ppo_jax.Args(**SMALL_PPO, init_from=folder, normalize_observations=True)
     with pytest.raises(ppo_jax.UsageError, match=r"obs_rms.* is missing there"):
         begun(ppo_jax, args, run)
 
@@ -180,7 +180,7 @@ def test_sac_acts_with_its_policy_from_the_first_step():
     agent = make_agent(sac_jax, sac_jax.Args(), run)
     started = make_agent(sac_jax, sac_jax.Args(init_from="runs/another"), run)
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
-    state.policy.actor["params"]["Dense_2"]["bias"] = np.float32([3.0])  # its actions are near 1
+    state.policy.actor["params"]["mean"]["bias"] = np.float32([3.0])  # its actions are near 1
     observation = np.zeros((1_000, 3), np.float32)
     inputs = (state.policy.actor, observation, jax.random.PRNGKey(1), 0)
     assert abs(np.mean(agent.act(*inputs))) < 0.1
@@ -210,10 +210,8 @@ def test_a_number_that_comes_back_as_another_is_refused():
     """As after a flipped bit, which the format may not notice."""
     run = dqn_jax.Run(**COUNTER)
     _, folder = trained(dqn_jax, SMALL_DQN, run)
-    flip_a_bit(
-        Path(folder, "checkpoints", "200", "state.safetensors"), "params/params/Dense_0/bias"
-    )
-    with pytest.raises(dqn_jax.UsageError, match=r"Dense_0/bias has another checksum"):
+    flip_a_bit(Path(folder, "checkpoints", "200", "state.safetensors"), "params/params/q_0/bias")
+    with pytest.raises(dqn_jax.UsageError, match=r"q_0/bias has another checksum"):
         begun(dqn_jax, dqn_jax.Args(**SMALL_DQN, init_from=folder), run)
 
 

@@ -70,8 +70,8 @@ def test_the_same_seed_makes_the_same_run(two_runs):
 def test_another_seed_makes_another_run(two_runs):
     args, ((state, returns, _), _) = two_runs
     other_state, other_returns, _ = train(args, replace(SHORT_RUN, seed=2))
-    kernel = state.params["params"]["Dense_0"]["kernel"]
-    assert (other_state.params["params"]["Dense_0"]["kernel"] != kernel).any()
+    kernel = state.params["params"]["q_0"]["kernel"]
+    assert (other_state.params["params"]["q_0"]["kernel"] != kernel).any()
     assert other_returns != returns
 
 

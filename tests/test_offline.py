@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import environments
@@ -25,7 +26,7 @@ import buffers
 import dqn_jax
 import per_dqn_jax
 import sac_jax
-from cleanreplay import checkpoints, disk, draws, offline
+from cleanreplay import checkpoints, disk, offline, replays
 from cleanreplay.vault import Vault
 
 ROWS = 30  # of the data
@@ -34,8 +35,8 @@ COUNTER_RUN = dqn_jax.Run(**COUNTER)
 
 def step_of(agent, number):
     """A step of one environment, of which `number` is observed."""
-    observation = np.full(agent.stored_step.observation.shape, number, np.float32)
-    return agent.stored_step._replace(observation=observation, valid=np.True_)
+    observation = np.full(agent.example_step.observation.shape, number, np.float32)
+    return agent.example_step._replace(observation=observation, valid=np.True_)
 
 
 def vault_with(agent, path, num_envs=None, first=1_000):
@@ -45,8 +46,8 @@ def vault_with(agent, path, num_envs=None, first=1_000):
     steps = jax.tree.map(lambda *x: np.stack(x), *rows)
     if num_envs:
         steps = jax.tree.map(lambda x: np.stack([x] * num_envs, axis=1), steps)
-    state = replay.add_batch(replay.init(agent.stored_step), steps)
-    vault = Vault(path, agent.stored_step, num_envs)
+    state = replay.add_batch(replay.init(agent.example_step), steps)
+    vault = Vault(path, agent.example_step, num_envs)
     vault.write(state)
     return vault
 
@@ -54,12 +55,12 @@ def vault_with(agent, path, num_envs=None, first=1_000):
 def agent_with(script, place, **flags):
     """An agent for Counter-v0, and its State with the data."""
     args = script.Args(**SMALL_DQN | flags, offline_data=str(place))
-    agent = make_agent(script, args, COUNTER_RUN, **draws.options(args, None, None))
+    agent = make_agent(script, args, COUNTER_RUN, **replays.options(args, None, None))
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     rows = [step_of(agent, t) for t in range(20)]
     steps = jax.tree.map(lambda *x: np.stack(x)[:, None], *rows)
     state = state._replace(replay=agent.replay.add_batch(state.replay, steps))
-    return agent, offline.add_to(state, agent, COUNTER_RUN, {})
+    return agent, replays.with_data(state, partial(offline.read, agent, COUNTER_RUN, {}))
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def place():
 @pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax])
 def test_a_part_of_each_batch_is_of_the_data(script, place):
     agent, state = agent_with(script, place, offline_fraction=0.25, n_step=3)
-    draw = jax.jit(lambda state, key: agent.draw(agent.replay, state, key, 8))
+    draw = jax.jit(lambda state, key: agent.replay.sample(state.replay, key, 8))
     seen = set()
     for seed in range(50):
         sample = draw(state, jax.random.PRNGKey(seed))
@@ -92,18 +93,18 @@ def test_what_is_drawn_of_the_data_has_the_weight_1_and_changes_no_priority(plac
 
     def loss(params, target_params, batch, weights):
         seen.append(np.asarray(weights))
-        value = params["params"]["Dense_0"]["bias"].sum()  # some gradient
+        value = params["params"]["q_0"]["bias"].sum()  # some gradient
         return value, ({}, jnp.arange(8.0))
 
     agent.loss = loss
     with jax.disable_jit():
         state = state._replace(replay=agent.replay.set_priorities(state.replay, [3], [50.0]))
-        before = state.offline
-        state, _ = agent.gradient_step(state, jax.random.PRNGKey(1), 1)
+        before = state.replay.data
+        state, _ = agent.gradient_step(state, jax.random.PRNGKey(1), 0, 10)
     (weights,) = seen
     np.testing.assert_array_equal(weights[4:], 1)
     assert (np.asarray(weights[:4]) < 1).any()
-    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(state.offline), strict=True):
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(state.replay.data), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -121,7 +122,7 @@ def test_data_do_not_change_the_weights_of_the_replay():
 
     agent.loss = loss
     with jax.disable_jit():
-        agent.gradient_step(state, jax.random.PRNGKey(1), 1)
+        agent.gradient_step(state, jax.random.PRNGKey(1), 0, 10)
     np.testing.assert_array_equal(seen[0], 1)  # all priorities are alike
 
 
@@ -130,7 +131,7 @@ def test_a_vault_has_single_items_or_steps_of_environments(num_envs):
     agent = make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN)
     vault_with(agent, "data", num_envs)
     _, state = agent_with(dqn_jax, "data")
-    numbers = np.asarray(state.offline.storage.observation)[..., 0]
+    numbers = np.asarray(state.replay.data.storage.observation)[..., 0]
     expected = np.repeat(np.arange(1_000, 1_000 + ROWS)[:, None], num_envs or 1, axis=1)
     np.testing.assert_array_equal(numbers, expected)
 
@@ -141,12 +142,12 @@ def test_a_run_learns_from_the_experience_of_another_and_keeps_none_of_it():
     name = os.path.relpath(source)
     args = dqn_jax.Args(**SMALL_DQN, offline_data=name)
     state, _, folder = dqn_jax.train(args, COUNTER_RUN)
-    assert state.offline.storage.valid.shape == (200, 1)
-    held = jax.tree.map(lambda x: np.asarray(x)[-100:], state.offline.storage)
+    assert state.replay.data.storage.valid.shape == (200, 1)
+    held = jax.tree.map(lambda x: np.asarray(x)[-100:], state.replay.data.storage)
     vault = Vault(source / "experience").read(100, 200)
     np.testing.assert_array_equal(held.observation, vault["observation"])
     saved = disk.open_file(checkpoints.newest(folder))
-    assert not [name for name in saved.shapes if "offline" in name]
+    assert not [name for name in saved.shapes if "/data/" in name]
     assert json.loads((folder / "args.json").read_text())["args"]["offline_data"] == str(source)
 
 
@@ -177,7 +178,7 @@ def test_each_agent_of_a_sweep_has_the_data():
     vault_with(agent, "data", num_envs=2)
     args = dqn_jax.Args(**SMALL_DQN, offline_data="data")
     state, _, folder = dqn_jax.train(args, run)
-    assert state.offline.storage.observation.shape == (2, ROWS, 2, 5)
+    assert state.replay.data.storage.observation.shape == (2, ROWS, 2, 5)
     longer = dqn_jax.Args(**SMALL_DQN | {"total_timesteps": 400}, offline_data="data")
     dqn_jax.train(longer, dqn_jax.Run(**vars(run) | {"resume": str(folder)}))
 
@@ -269,7 +270,7 @@ def test_a_dataset_of_minari_is_read_with_the_ends_of_its_episodes(minari_folder
     dataset = minari_dataset(gym.make("CartPole-v1"), "test/cart-v0", [0, 1] * 50, cut=True)
     args = dqn_jax.Args(**SMALL_DQN, offline_data="minari:test/cart-v0")
     agent = make_agent(dqn_jax, args, dqn_jax.Run())
-    steps = offline.of_minari(agent, args.offline_data, None).storage
+    steps = offline.of_minari(agent, agent.example_step, args.offline_data, None).storage
     first, second = dataset.iterate_episodes()
     rows = len(first) + 1
     np.testing.assert_array_equal(steps.observation[:rows, 0], np.float32(first.observations))
@@ -289,7 +290,7 @@ def test_actions_of_a_box_are_stored_between_minus_1_and_1(minari_folder):
     minari_dataset(gym.make("Pendulum-v1"), "test/pendulum-v0", actions)
     args = sac_jax.Args(offline_data="minari:test/pendulum-v0")
     agent = make_agent(sac_jax, args, sac_jax.Run())
-    steps = offline.of_minari(agent, args.offline_data, None).storage
+    steps = offline.of_minari(agent, agent.example_step, args.offline_data, None).storage
     stored = np.asarray(steps.action)[:5, 0, 0]
     np.testing.assert_allclose(stored, [-1, -0.5, 0, 0.25, 1], atol=1e-6)
     back = agent.to_env_action(np.asarray(steps.action)[:5, 0])
@@ -305,7 +306,7 @@ def test_a_dict_is_flattened_in_the_order_of_its_space(minari_folder):
     args = sac_jax.Args(offline_data="minari:test/reach-v0")
     agent = make_agent(sac_jax, args, run)
     entries = spaces_of(sac_jax, args, run)["entries"]
-    steps = offline.of_minari(agent, args.offline_data, entries).storage
+    steps = offline.of_minari(agent, agent.example_step, args.offline_data, entries).storage
     seen = next(iter(dataset.iterate_episodes())).observations
     space = environments.Reach.observation_space
     row = {name: seen[name][3] for name in space.spaces}
@@ -325,7 +326,7 @@ def test_a_dataset_with_fewer_numbers_in_an_action_is_refused(minari_folder):
     minari_dataset(gym.make("Pendulum-v1"), "test/pendulum-v0", [np.zeros(1, np.float32)] * 3)
     agent = make_agent(sac_jax, sac_jax.Args(), sac_jax.Run(env_id="environments:Reach-v0"))
     with pytest.raises(dqn_jax.UsageError, match="offline_data: the data have "):
-        offline.of_minari(agent, "minari:test/pendulum-v0", None)
+        offline.of_minari(agent, agent.example_step, "minari:test/pendulum-v0", None)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -333,7 +334,7 @@ def test_a_dataset_of_other_actions_is_refused(minari_folder):
     minari_dataset(gym.make("Pendulum-v1"), "test/pendulum-v0", [np.zeros(1, np.float32)] * 3)
     agent = make_agent(dqn_jax, dqn_jax.Args(), dqn_jax.Run())
     with pytest.raises(dqn_jax.UsageError, match="offline_data: the data have actions Box"):
-        offline.of_minari(agent, "minari:test/pendulum-v0", None)
+        offline.of_minari(agent, agent.example_step, "minari:test/pendulum-v0", None)
 
 
 def test_with_clip_rewards_the_signs_of_their_rewards_are_learned():
@@ -343,8 +344,10 @@ def test_with_clip_rewards_the_signs_of_their_rewards_are_learned():
     items = jax.tree.map(lambda x: np.stack([x] * ROWS), item)
     items = items._replace(reward=np.linspace(-5, 5, ROWS, dtype=np.float32))
     Vault("data", item).write(replay.add_batch(replay.init(item), items))
-    _, state = agent_with(dqn_jax, "data", clip_rewards=True)
-    assert set(np.asarray(state.offline.storage.reward).ravel().tolist()) == {-1, 1}
+    agent, state = agent_with(dqn_jax, "data", clip_rewards=True)
+    sample = agent.replay.sample(state.replay, jax.random.PRNGKey(0), 8)
+    transitions = agent.to_transitions(sample.experience, jax.random.PRNGKey(1))
+    assert set(np.asarray(transitions.reward)[4:].tolist()) == {-1, 1}
 
 
 @pytest.mark.slow

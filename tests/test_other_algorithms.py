@@ -23,11 +23,12 @@ from helpers import (
     find_jax_env,
     hunks,
     make_agent,
+    network_of,
     other_algorithm,
     read_events,
 )
 
-from cleanreplay import load_policy
+from cleanreplay import agents, load_policy
 
 pytestmark = pytest.mark.pages
 
@@ -271,7 +272,7 @@ def test_priorities_are_the_losses_of_the_rows(make):
         return replay.set_priorities(state, indices, values)
 
     agent.replay = SimpleNamespace(sample=sample, set_priorities=set_priorities)
-    agent.gradient_step(state, KEY, 1)
+    agent.gradient_step(state, KEY, 0, 10)
     batch = agent.to_transitions(windows_by_hand(), KEY)
     _, (_, losses) = agent.loss(params, target_params, batch, jnp.ones(4))
     assert (losses[:3] > 0.01).all()
@@ -290,7 +291,8 @@ def test_the_greedy_action_has_the_largest_mean(make):
 @pytest.mark.parametrize("name", ["c51_jax", "qr_dqn_jax"])
 @pytest.mark.parametrize("observation", [np.zeros((6, 4)), np.zeros((6, 84, 84), np.uint8)])
 def test_the_network_has_numbers_of_each_action_for_vectors_and_images(name, observation):
-    network = other_algorithm(name).QNetwork(3, 7)
+    number = {"n_atoms" if name == "c51_jax" else "n_quantiles": 7}
+    network = network_of(other_algorithm(name), observation, num_actions=3, **number)
     output, _ = jax.eval_shape(network.init_with_output, KEY, observation)
     assert output.shape == (6, 3, 7)
 
@@ -464,7 +466,9 @@ def test_td3_explores_with_noise_and_at_first_at_random():
     assert noisy[:, 0].std() == pytest.approx(0.1, rel=0.05)
     assert noisy[:, 1].max() == 1
     assert (noisy[:, 1] == 1).mean() == pytest.approx(0.309, abs=0.03)  # beyond 0.5 deviations
-    np.testing.assert_allclose(agent.policy(actor)(observation[:1]), [[0.5, 1.9]], rtol=1e-6)
+    np.testing.assert_allclose(
+        agents.policy(agent, actor)(observation[:1]), [[0.5, 1.9]], rtol=1e-6
+    )
 
 
 class Target(gym.Env):
@@ -527,7 +531,7 @@ def test_runs_are_resumed_and_loaded(name):
     agent = make_agent(module, args, run)
     shape = (50, *agent.example_step.observation.shape)
     observation = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    actions = agent.policy(agent.policy_params(state))(observation)
+    actions = agents.policy(agent, agent.policy_params(state))(observation)
     assert len(np.unique(actions)) > 1
     np.testing.assert_array_equal(load_policy(folder)(observation), actions)
 

@@ -22,7 +22,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import goals, images, policies, spaces
+from cleanreplay import agents, goals, images, policies, replays, spaces
 from cleanreplay.errors import UsageError
 from cleanreplay.packed import Packed, Part, pack, unpack
 from cleanreplay.vault import Vault
@@ -237,7 +237,7 @@ def test_a_trained_agent_takes_the_dict(name, vectorization, frame_stack):
     is_first = [np.ones(6, bool)] * ("r2d2" in name or "recurrent" in name)
     actions = cleanreplay.load_policy(folder)(given, *is_first)
 
-    wanted = agent.policy(params)(pack(given, LAYOUT), *is_first)
+    wanted = agents.policy(agent, params)(pack(given, LAYOUT), *is_first)
     np.testing.assert_array_equal(actions, wanted)
     none = {name: x[:0] for name, x in given.items()}
     assert len(cleanreplay.load_policy(folder)(none, *[x[:0] for x in is_first])) == 0
@@ -280,8 +280,9 @@ def test_compiled_environments_pack_as_others_do():
 @pytest.mark.parametrize("name", ["dqn", "per_dqn", "sac", "r2d2"])
 def test_the_replay_stores_bytes_of_the_newest_frame(name):
     script, flags, run = run_of(name)
-    agent = make_agent(script, script.Args(**flags | dict(num_envs=1), frame_stack=2), run)
-    stored = agent.replay.init(agent.stored_step).storage.observation
+    args = script.Args(**flags | dict(num_envs=1), frame_stack=2)
+    agent = make_agent(script, args, run, **replays.options(args, None, None))
+    stored = agent.replay.init(agent.example_step).storage.observation
     assert (stored.shape[2:], stored.dtype) == ((81 + 8,), np.uint8)
     assert agent.example_step.observation.shape == (2, 81 + 8)
 
@@ -340,8 +341,10 @@ def test_numbers_of_another_shape_and_dtype_are_taken():
 
 @pytest.mark.parametrize("script", [ppo_jax, recurrent_ppo_jax])
 def test_bytes_are_not_normalised(script):
+    run = script.Run(env_id="Bars-v0")
+    agent = make_agent(script, script.Args(normalize_observations=True), run)
     with pytest.raises(UsageError, match="normalize_observations takes no images"):
-        make_agent(script, script.Args(normalize_observations="yes"), script.Run(env_id="Bars-v0"))
+        jax.eval_shape(agent.init, jax.random.PRNGKey(0))
 
 
 def test_hindsight_takes_no_images():

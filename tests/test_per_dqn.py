@@ -27,6 +27,7 @@ from by_hand import (
 from helpers import fast_at_ends, read_events
 
 import per_dqn_jax
+from cleanreplay import agents
 from per_dqn_jax import Args, Run, Step, train
 
 KEY = jax.random.PRNGKey(0)
@@ -86,7 +87,7 @@ def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, m
     state = filled(agent, state_of(agent, [1.0, 2.0], [10.0, 4.0]), steps=10)
     agent.replay = SimpleNamespace(sample=sample, set_priorities=set_priorities)
 
-    new, metrics = agent.gradient_step(state, KEY, 25_000)  # of 50,000
+    new, metrics = agent.gradient_step(state, KEY, 249_990, 250_000)  # of 500,000
 
     ((probabilities, beta),) = weighed
     np.testing.assert_array_equal(probabilities, [0.125, 0.25, 0.5, 0])
@@ -100,31 +101,22 @@ def test_weights_and_priorities_of_a_gradient_step_are_those_by_hand(double_q, m
 
 
 @fast_at_ends(
-    ("flags", "updates", "last"),
+    ("flags", "wanted"),
     [
-        (dict(num_envs=5, train_frequency=10), range(4, 11), 10),
-        (dict(num_envs=5, train_frequency=10, gradient_steps=3), range(10, 31), 30),
-        (dict(num_envs=4, train_frequency=16), range(3, 8), 6),  # the seventh is after step 100
-        (dict(num_envs=4, train_frequency=200), range(1, 2), 1),
+        (dict(num_envs=5, train_frequency=10), range(30, 100, 10)),
+        (dict(num_envs=4, train_frequency=16), range(32, 112, 16)),  # the last ends after 100
+        (dict(num_envs=4, train_frequency=200), [0]),
     ],
 )
-def test_beta_is_the_importance_exponent_at_the_start_and_1_at_the_last_update(
-    flags, updates, last
-):
-    """Exactly, where the bias matters; `last` is the last update before the end."""
+def test_gradient_steps_keep_their_ratio_to_environment_steps(flags, wanted):
     sizes = dict(total_timesteps=100, learning_starts=35, batch_size=8, buffer_size=50)
-    args = Args(importance_exponent=0.25, **sizes, **flags)
-    numbers, _ = train_without_gradients(per_dqn_jax, args)
-    assert numbers == list(updates)
-    agent = linear(per_dqn_jax, args)
-    assert agent.beta_at(0) == 0.25
-    assert agent.beta_at(last - 1) < 1
-    assert agent.beta_at(last) == agent.beta_at(numbers[-1]) == 1
+    steps, _ = train_without_gradients(per_dqn_jax, Args(**sizes, **flags))
+    assert steps == list(wanted)
 
 
 def test_beta_goes_in_a_straight_line_and_stays_at_1():
     agent = linear(per_dqn_jax, Args(total_timesteps=3_000, learning_starts=500))
-    beta = [agent.beta_at(update) for update in (0, 150, 299, 300, 400)]
+    beta = [agent.beta_at(step) for step in (0, 1_500, 2_990, 3_000, 4_000)]
     np.testing.assert_allclose(beta, [0.4, 0.7, 0.998, 1, 1], rtol=1e-6)
     assert beta[3] == beta[4] == 1
 
@@ -286,10 +278,12 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     agent = linear(per_dqn_jax, args, num_actions=3, start=5)
     params = jnp.array([5.0, 7.0, 6.0])
     observation = np.ones((200, 1), np.float32)
-    np.testing.assert_array_equal(agent.policy(params)(observation), 6)
+    np.testing.assert_array_equal(agents.policy(agent, params)(observation), 6)
     wanted = 5 + np.asarray(agent.act(params, observation, KEY, 40_000))
     assert set(wanted) == {5, 6, 7}
-    np.testing.assert_array_equal(agent.policy(params, KEY)(observation, step=40_000), wanted)
+    np.testing.assert_array_equal(
+        agents.policy(agent, params, KEY)(observation, step=40_000), wanted
+    )
 
 
 @pytest.mark.slow
@@ -315,7 +309,7 @@ def test_the_same_seed_makes_the_same_run():
     second, _, _ = train(args, run)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     other, _, _ = train(args, replace(run, seed=2))
-    kernels = [state.params["params"]["Dense_0"]["kernel"] for state in (first, other)]
+    kernels = [state.params["params"]["q_0"]["kernel"] for state in (first, other)]
     assert (kernels[0] != kernels[1]).any()
     scalars, _ = read_events(folder)
     # That of the last gradient step before the log entry: there is one every 4 steps.

@@ -40,7 +40,7 @@ def agents_of(run):
     always = []
     for action in range(3):
         one = jax.tree.map(np.zeros_like, params)
-        one["params"]["Dense_2"]["bias"][action] = 1
+        one["params"]["q"]["bias"][action] = 1
         always.append(one)
     return agent, always
 
@@ -302,7 +302,7 @@ def test_actions_of_a_box_are_scaled_and_clipped_to_it():
     agent = make_agent(ppo_jax, args, run)
     params, moments = agent.policy_params(state)
     params = jax.tree.map(np.array, params)
-    params["params"]["Dense_4"]["kernel"] *= 1_000  # the mean of the actions
+    params["params"]["actor"]["kernel"] *= 1_000  # the mean of the actions
     leaves = disk.by_name({"params": params, "obs_rms": moments})
     agent_file.BestAgent(folder, about_of(folder)).save_if_better(64, leaves, 0.0)
     observations = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)

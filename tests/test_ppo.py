@@ -21,6 +21,7 @@ from optax.tree_utils import tree_get
 
 import cleanreplay
 import ppo_jax
+from cleanreplay import agents
 from ppo_jax import PPO, Args, Batch, Run, RunningMeanStd, Step, UsageError, train
 
 
@@ -218,7 +219,7 @@ def fixed_policy(space, output, **params):
     agent = PPO(Args(), OBSERVATIONS, space)
     state = jax.jit(agent.init)(KEY)
     zeros = jax.tree.map(jnp.zeros_like, state.params)["params"] | params
-    zeros["Dense_4"]["bias"] = jnp.asarray(output, jnp.float32)
+    zeros["actor"]["bias"] = jnp.asarray(output, jnp.float32)
     return agent, agent.policy_params(state._replace(params={"params": zeros}))
 
 
@@ -251,7 +252,7 @@ def test_multi_discrete_actions_are_drawn_from_the_policy_and_only_those_that_ex
     np.testing.assert_array_equal(agent.act(params, np.zeros((4, 3), np.float32)), [[2, 3]] * 4)
     output, _ = agent.network.apply(params[0], np.zeros((4, 3), np.float32))
     action = np.array([[0, 0], [2, 3], [1, 4], [2, 0]], np.int32)
-    log_prob, entropy = ppo_jax.log_prob_and_entropy(output, action)
+    log_prob, entropy = agent.actions.log_prob_and_entropy(output, action)
     wanted = np.log(p[0][action[:, 0]] * p[1][action[:, 1]])
     np.testing.assert_allclose(log_prob, wanted, rtol=1e-5)
     np.testing.assert_allclose(entropy, sum(map(scipy.stats.entropy, p)), rtol=1e-5)
@@ -303,10 +304,10 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     agent = PPO(Args(), OBSERVATIONS, space)
     params = agent.policy_params(jax.jit(agent.init)(KEY))
     observation = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
-    modes = agent.policy(params)(observation)
+    modes = agents.policy(agent, params)(observation)
     wanted = agent.to_env_action(np.asarray(agent.act(params, observation)))
     np.testing.assert_array_equal(modes, wanted)
-    draws = agent.policy(params, KEY)(observation, step=3)
+    draws = agents.policy(agent, params, KEY)(observation, step=3)
     wanted = agent.to_env_action(np.asarray(agent.act(params, observation, KEY, 3)))
     np.testing.assert_array_equal(draws, wanted)
     assert np.mean(draws != modes) > 0.3
@@ -416,14 +417,14 @@ def test_the_first_policy_covers_the_box_and_the_rollout_keeps_its_tails():
 
 
 @pytest.mark.parametrize(
-    ("space", "dtype", "auto"),
+    ("space", "dtype", "by_default"),
     [
         (DISCRETE, np.float32, (False, False)),
         (BOX, np.float32, (True, True)),
         (BOX, np.uint8, (False, True)),
     ],
 )
-def test_what_is_normalised(space, dtype, auto):
+def test_what_is_normalised(space, dtype, by_default):
     observations = gym.spaces.Box(0, 255, (3,), dtype)
 
     def normalised(of_observations, of_rewards):
@@ -431,9 +432,9 @@ def test_what_is_normalised(space, dtype, auto):
         state = jax.eval_shape(PPO(args, observations, space).init, jax.random.PRNGKey(0))
         return state.obs_rms is not None, state.return_rms is not None
 
-    assert normalised("auto", "auto") == auto
-    assert normalised("yes", "no") == (True, False)
-    assert normalised("no", "yes") == (False, True)
+    assert normalised(None, None) == by_default
+    assert normalised(True, False) == (True, False)
+    assert normalised(False, True) == (False, True)
 
 
 def scipy_log_prob(output, action):
@@ -460,7 +461,7 @@ def test_the_loss_is_what_numpy_gives(is_box, flag):
     valid = rng.random(200) < 0.7
     advantage[~valid] = 1e6
     batch = Batch(None, action, valid, log_prob - log_ratio, old_value, advantage)
-    agent = PPO(args, OBSERVATIONS, DISCRETE)
+    agent = PPO(args, OBSERVATIONS, BOX if is_box else gym.spaces.Discrete(4))
     agent.network = SimpleNamespace(apply=lambda params, observation: params)
     arrays = jax.tree.map(jnp.asarray, (batch, (output, value)))
     loss, metrics = agent.loss(arrays[1], arrays[0])
@@ -513,7 +514,7 @@ def plain_returns(running, rollout, gamma):
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     """Against a loop over three rollouts, so that returns carry over, and masked rows do not."""
     rng = np.random.default_rng(1)
-    args = Args(num_envs=4, num_steps=20, normalize_rewards="yes", gamma=0.9)
+    args = Args(num_envs=4, num_steps=20, normalize_rewards=True, gamma=0.9)
     agent = PPO(args, OBSERVATIONS, DISCRETE)
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     running = np.zeros(4)
@@ -534,7 +535,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
         np.testing.assert_allclose(state.discounted_return, running, rtol=1e-4, atol=1e-6)
     assert np.count_nonzero(running) > 1
     # Where environments start anew no return goes on, and all else is kept.
-    assert_equal(agent.on_resume(state), state._replace(discounted_return=jnp.zeros(4)))
+    assert_equal(agents.on_resume(agent, state), state._replace(discounted_return=jnp.zeros(4)))
 
 
 @pytest.mark.parametrize(
@@ -556,8 +557,9 @@ def test_what_the_algorithm_cannot_do_is_a_usage_error(flags, space, message):
 
 def test_statistics_of_images_are_a_usage_error():
     images = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    agent = PPO(Args(normalize_observations=True), images, DISCRETE)
     with pytest.raises(UsageError, match="normalize_observations takes no images"):
-        PPO(Args(normalize_observations="yes"), images, DISCRETE)
+        jax.eval_shape(agent.init, KEY)
 
 
 # ----------------------------------------------------------------------------------- the train step
@@ -573,7 +575,7 @@ SMALL = dict(
     learning_rate=1e-2,
     anneal_lr=False,
 )
-NORMALIZED = dict(normalize_observations="yes", normalize_rewards="yes")
+NORMALIZED = dict(normalize_observations=True, normalize_rewards=True)
 
 
 def make_step(space=DISCRETE, optimize=None, **flags):
@@ -748,10 +750,10 @@ def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform(shape,
     agent = PPO(Args(), observations, gym.spaces.Box(-1, 1, (3,)))
     params = jax.jit(agent.init)(jax.random.PRNGKey(0)).params["params"]
     if dtype == np.uint8:
-        hidden, actor, critic = ("Conv_0", "Conv_1", "Conv_2", "Dense_0"), "Dense_1", "Dense_2"
+        hidden = ("conv_0", "conv_1", "conv_2", "conv_out")
     else:
-        hidden, actor, critic = [f"Dense_{i}" for i in range(4)], "Dense_4", "Dense_5"
-    scales = dict.fromkeys(hidden, 2**0.5) | {actor: 0.01, critic: 1.0}
+        hidden = ("actor_0", "actor_1", "critic_0", "critic_1")
+    scales = dict.fromkeys(hidden, 2**0.5) | {"actor": 0.01, "critic": 1.0}
     assert set(params) == {"log_std", *scales}
     for name, scale in scales.items():
         kernel = np.asarray(params[name]["kernel"])
@@ -761,7 +763,7 @@ def test_weights_are_orthogonal_at_first_and_the_policy_is_almost_uniform(shape,
         identity = np.eye(len(kernel))
         np.testing.assert_allclose(kernel @ kernel.T, scale**2 * identity, atol=1e-5)
         assert not np.any(params[name]["bias"])
-    assert params[actor]["kernel"].shape == (features, 3)
+    assert params["actor"]["kernel"].shape == (features, 3)
     np.testing.assert_array_equal(params["log_std"], np.zeros(3))
 
 
@@ -770,16 +772,16 @@ def test_actor_and_critic_have_two_hidden_layers_of_tanh_each():
     params = jax.tree.map(np.asarray, state.params["params"])
     x = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
 
-    def dense(i, x):
-        return x @ params[f"Dense_{i}"]["kernel"] + params[f"Dense_{i}"]["bias"]
+    def dense(name, x):
+        return x @ params[name]["kernel"] + params[name]["bias"]
 
-    def mlp(i):
-        return np.tanh(dense(i + 1, np.tanh(dense(i, x))))
+    def mlp(name):
+        return dense(name, np.tanh(dense(f"{name}_1", np.tanh(dense(f"{name}_0", x)))))
 
     output, value = agent.network.apply(state.params, x)
-    np.testing.assert_allclose(output[:, :2], dense(4, mlp(0)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(output[:, :2], mlp("actor"), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(output[:, 2:], np.tile(params["log_std"], (10, 1)))
-    np.testing.assert_allclose(value, dense(5, mlp(2))[:, 0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(value, mlp("critic")[:, 0], rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------- the learning
@@ -832,7 +834,7 @@ def test_discrete_probes_are_learned():
 
 @pytest.mark.slow
 def test_continuous_probes_are_learned():
-    agent, state, answer = learned("BoxProbes-v0", 20_480, normalize_rewards="no")
+    agent, state, answer = learned("BoxProbes-v0", 20_480, normalize_rewards=False)
     assert state.obs_rms is not None
     at = asking(answer, BOX_KINDS)
 
@@ -892,6 +894,7 @@ def test_a_run_takes_every_step_in_each_epoch_is_repeatable_and_its_policy_can_b
 
     observation = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
     normalized = ppo_jax.normalize(observation, state.obs_rms)
-    output, _ = ppo_jax.ActorCritic(1, is_gaussian=True).apply(state.params, normalized)
+    network = make_agent(ppo_jax, args, run).network
+    output, _ = network.apply(state.params, normalized)
     actions = cleanreplay.load_policy(folder)(observation)
     np.testing.assert_allclose(actions, np.clip(2 * output[:, :1], -2, 2), rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ from helpers import make_trainer, more
 
 import dqn_jax
 import r2d2_jax
-from cleanreplay import load_policy, memory_tasks  # noqa: F401  (registers)
+from cleanreplay import agents, load_policy, memory_tasks  # noqa: F401  (registers)
 from r2d2_jax import R2D2, Args, Run, Step, rescale, unscale
 
 KEY = jax.random.PRNGKey(0)
@@ -38,8 +38,8 @@ class PlainNetwork:
         self.params = jax.tree.map(np.float64, params["params"])
         self.num_actions = num_actions
 
-    def dense(self, number, x):
-        layer = self.params[f"Dense_{number}"]
+    def dense(self, name, x):
+        layer = self.params[name]
         return x @ layer["kernel"] + layer["bias"]
 
     def gate(self, name, x, hidden):
@@ -53,14 +53,14 @@ class PlainNetwork:
         one_hot = np.zeros(self.num_actions)
         if last_action > 0:
             one_hot[last_action - 1] = 1
-        x = np.concatenate([np.maximum(self.dense(0, observation), 0), one_hot])
+        x = np.concatenate([np.maximum(self.dense("encoder_0", observation), 0), one_hot])
         forget = sigmoid(self.gate("f", x, hidden))
         new = sigmoid(self.gate("i", x, hidden)) * np.tanh(self.gate("g", x, hidden))
         output = sigmoid(self.gate("o", x, hidden))
         cell = forget * cell + new
         hidden = output * np.tanh(cell)
-        value = self.dense(1, np.maximum(self.dense(2, hidden), 0))
-        advantage = self.dense(3, np.maximum(self.dense(4, hidden), 0))
+        value = self.dense("value", np.maximum(self.dense("value_0", hidden), 0))
+        advantage = self.dense("advantage", np.maximum(self.dense("advantage_0", hidden), 0))
         return (cell, hidden), value + advantage - advantage.mean()
 
 
@@ -103,7 +103,7 @@ def plain_errors(args, online, target, steps):
 
 def random_windows(rng, agent, count, rows=None):
     """Windows [W, count] of random steps, in which episodes end in both ways; or so many rows."""
-    shape = (rows or agent.window, count)
+    shape = (rows or agent.replay.window, count)
     ends = rng.random(shape) < 0.25
     valid = np.ones(shape, bool)
     valid[1:] = ~ends[:-1]
@@ -211,7 +211,7 @@ def filled(rows=40, **flags):
 def test_the_target_is_copied_at_the_multiples_of_its_period():
     agent, state = filled(target_network_frequency=50, train_frequency=16)
     moves = moves_of_target(agent, state, last_update=7)
-    assert list(moves) == [3, 6]
+    assert list(moves) == [4, 7]  # which reach 50 and 100 steps
     for _, params, target in moves.values():
         np.testing.assert_array_equal(target, params)
 
@@ -279,7 +279,7 @@ def test_the_memory_in_a_drawn_window_is_the_one_that_the_actor_had():
     collected = rollouts(agent, state.params, CHAIN, 8)
     steps = jax.tree.map(lambda *x: np.concatenate(x), *collected)
     assert (~steps.valid).sum() > 10
-    replay = agent.replay.init(agent.stored_step)
+    replay = agent.replay.init(agent.example_step)
     for rollout in collected:
         replay = agent.replay.add_batch(replay, rollout)
     wanted = memories_of(agent, state.params, steps)
@@ -290,7 +290,7 @@ def test_the_memory_in_a_drawn_window_is_the_one_that_the_actor_had():
     for got, expected in zip(sample.experience.memory, wanted, strict=True):
         for b in range(64):
             np.testing.assert_allclose(
-                got[b], expected[row[b] : row[b] + agent.window, env[b]], atol=1e-6
+                got[b], expected[row[b] : row[b] + agent.replay.window, env[b]], atol=1e-6
             )
 
 
@@ -324,7 +324,7 @@ def policies_and_observations(count):
     """Policies of the same agent, whose memory matters, and observations [3, 200, 3]."""
     agent, state, _ = make(num_actions=4, first_action=5, hidden_size=16)
     x = np.random.default_rng(0).normal(size=(3, 200, 3)).astype(np.float32)
-    return [agent.policy(state.params) for _ in range(count)], x
+    return [agents.policy(agent, state.params) for _ in range(count)], x
 
 
 @pytest.mark.parametrize("dtype", [bool, int])
@@ -357,8 +357,8 @@ def test_the_policy_explores_only_with_a_key_as_act_does():
     x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     for key, step in ((None, 0), (KEY, 0), (KEY, 7)):
         wanted, _ = agent.act(state.params, x, agent.no_memory(200), key, step)
-        np.testing.assert_array_equal(agent.policy(state.params, key)(x, step=step), wanted)
-    assert (agent.policy(state.params)(x) != wanted).mean() > 0.1
+        np.testing.assert_array_equal(agents.policy(agent, state.params, key)(x, step=step), wanted)
+    assert (agents.policy(agent, state.params)(x) != wanted).mean() > 0.1
 
 
 @pytest.fixture(scope="module")

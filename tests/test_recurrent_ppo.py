@@ -21,7 +21,7 @@ from optax.tree_utils import tree_get
 import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
-from cleanreplay import load_policy, memory_tasks  # noqa: F401  (registers)
+from cleanreplay import agents, load_policy, memory_tasks  # noqa: F401  (registers)
 from recurrent_ppo_jax import Args, RecurrentPPO, Run, UsageError, train
 
 KEY = jax.random.PRNGKey(0)
@@ -41,7 +41,7 @@ SMALL = dict(
     hidden_size=5,
     gamma=0.9,
     gae_lambda=0.8,
-    normalize_rewards="no",
+    normalize_rewards=False,
 )
 
 
@@ -86,7 +86,7 @@ def make(space=DISCRETE, **flags):
 @cache
 def collected_with(kind):
     """The algorithm, a State with statistics, the second of two rollouts, and what follows it."""
-    agent, state = make(SPACES[kind], normalize_observations="yes")
+    agent, state = make(SPACES[kind], normalize_observations=True)
     stats = recurrent_ppo_jax.RunningMeanStd(jnp.full(3, 0.2), jnp.full(3, 4.0), jnp.float32(9))
     state = state._replace(obs_rms=stats)
     run = Run(env_id=f"Random-{kind}-v0")
@@ -179,7 +179,7 @@ def test_sequences_from_the_stored_memory_have_the_probabilities_and_values_of_t
     assert batch.value.shape == (4 * 24 // 8, 8)
     of_loss = jax.tree.map(lambda x: x.swapaxes(0, 1), batch)
     output, value, _ = agent.network.apply(state.params, *agent.inputs(of_loss))
-    log_prob, _ = recurrent_ppo_jax.log_prob_and_entropy(output, of_loss.action)
+    log_prob, _ = agent.actions.log_prob_and_entropy(output, of_loss.action)
     np.testing.assert_allclose(log_prob, of_loss.log_prob, atol=1e-5)
     np.testing.assert_allclose(value, of_loss.value, atol=1e-5)
     _, metrics = agent.loss(state.params, of_loss)
@@ -307,7 +307,7 @@ def test_discrete_actions_are_drawn_from_the_policy_and_anew_at_each_step():
 
 
 def test_continuous_actions_are_drawn_from_the_policy_and_anew_at_each_step():
-    agent, state = make(BOX, normalize_observations="no")
+    agent, state = make(BOX, normalize_observations=False)
     actions, output = draws(agent, state)
     mean, log_std = np.split(output, 2)
     for x, *moments in zip(actions.T, mean, np.exp(log_std), strict=True):
@@ -320,9 +320,9 @@ def test_continuous_actions_are_drawn_from_the_policy_and_anew_at_each_step():
 
 @BOTH
 def test_the_policy_forgets_where_is_first_says_so_and_nowhere_else(space):
-    agent, state = make(space, normalize_observations="no")
+    agent, state = make(space, normalize_observations=False)
     params = agent.policy_params(state)
-    policy, remembers, forgets = [agent.policy(params) for _ in range(3)]
+    policy, remembers, forgets = [agents.policy(agent, params) for _ in range(3)]
     x = 3 * np.random.default_rng(0).normal(size=(3, 200, 3)).astype(np.float32)
     is_first = np.arange(200) % 3 == 0
     for each in (policy, remembers):
@@ -360,7 +360,7 @@ def test_a_loaded_policy_takes_the_actions_of_the_agent_in_training():
 
 
 def test_forget_gates_begin_open_from_half_to_as_far_as_the_flag_says():
-    agent = RecurrentPPO(Args(hidden_size=5, forget_bias=3.0), OBSERVATIONS, DISCRETE)
+    agent = RecurrentPPO(Args(hidden_size=5, max_forget_bias=3.0), OBSERVATIONS, DISCRETE)
     layers = agent.init(KEY).params["params"]["lstm"]
     gates = {name: layer.get("bias") for name, layer in layers.items()}
     np.testing.assert_allclose(gates["hf"], [0, 0.75, 1.5, 2.25, 3])
@@ -379,7 +379,7 @@ def test_the_network_sees_the_last_action_if_the_flag_says_so(last_action):
 
 
 PARTS = {
-    ppo_jax: "masked_var update_rms normalize discounted_sum gae RunningMeanStd State",
+    ppo_jax: "masked_var update_rms normalize gae RunningMeanStd State",
     r2d2_jax: "keep_memory",
 }
 METHODS = {
@@ -459,7 +459,7 @@ def test_images_are_learned_from():
     args = Args(total_timesteps=256, learning_rate=2e-3, gamma=0.5, **flags)
     run = Run(env_id="environments:ProbeImage-v0", eval_episodes=0)
     state, _, _ = train(args, run)
-    assert "Conv_2" in state.params["params"]
+    assert "conv_2" in state.params["params"]
     agent = make_agent(recurrent_ppo_jax, args, run)
     images = np.stack([np.zeros((4, 36, 36), np.uint8), np.full((4, 36, 36), 255, np.uint8)])
     action, _ = agent.act(agent.policy_params(state), images, agent.no_memory(2))
@@ -493,7 +493,7 @@ def test_a_chain_is_remembered_and_its_values_are_learned(is_compiled, optimised
         hidden_size=16,
         learning_rate=5e-3,
         ent_coef=0.0,
-        normalize_rewards="no",
+        normalize_rewards=False,
     )
     task = "phys2d/MemoryChain-v0" if is_compiled else "MemoryChain-v0"
     env_id = f"cleanreplay.memory_tasks:{task}"

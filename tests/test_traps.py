@@ -70,8 +70,8 @@ def test_a_flag_that_is_an_enum_is_kept_by_a_resume():
 # ------------------------------------------------------------------------------- a field of `Step`
 
 FIELD = ("    valid: Any  # False if the step only resets", "    valid: Any\n    cost: Any")
-EXAMPLE = ("np.float32(0), **flags)", "np.float32(0), **flags, cost=np.float32(0))")
-FILLED = ("terminated, truncated, valid)\n", "terminated, truncated, valid, 7.0)\n")
+EXAMPLE = ("action=np.int32(0))\n", "np.int32(0), np.float32(0))\n")
+FILLED = ("truncations, valids = rollout", "truncations, valids, costs = rollout\n    costs[:] = 7")
 LEARNED = (
     'metrics["charts/epsilon"]',
     'metrics["cost"] = rollout.cost.mean()\n        metrics["charts/epsilon"]',
@@ -79,8 +79,11 @@ LEARNED = (
 
 
 def test_a_new_field_of_step_that_is_not_filled_is_an_error():
-    script = edited(dqn_jax, FIELD, EXAMPLE)
+    script = edited(dqn_jax, FIELD)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'cost'"):
+        short(script)
+    script = edited(dqn_jax, FIELD, EXAMPLE)
+    with pytest.raises(ValueError, match="too many values to unpack"):
         short(script)
 
 
@@ -99,7 +102,7 @@ def test_a_new_field_of_step_in_a_compiled_run_is_an_error_that_says_where_to_fi
 
 def test_a_renamed_field_of_step_is_an_error_before_anything_is_written(tmp_path):
     field = ("    valid: Any  # False if", "    mask: Any  # False if")
-    script = edited(dqn_jax, field, ("valid=np.False_", "mask=np.False_"))
+    script = edited(dqn_jax, field)
     with pytest.raises(script.UsageError, match="Step must have valid"):
         short(script)
     assert not (tmp_path / "runs").exists()
@@ -194,7 +197,7 @@ def test_with_a_fourth_value_an_error_of_the_environment_still_saves(monkeypatch
 USED = """
             import time
             time.sleep(0.5)
-            print(state.params["params"]["Dense_0"]["bias"][0])
+            print(state.params["params"]["q_0"]["bias"][0])
             with log.saves_on_error("""
 
 

@@ -84,7 +84,7 @@ gym.register("GoesOn-v0", Endless)
 
 
 def test_before_an_episode_ends_the_return_is_nan(run_main):
-    flags = "--total-timesteps 200 --learning-starts 0 --batch-size 8 --eval-episodes 0"
+    flags = "--total-timesteps 200 --learning-starts 8 --batch-size 8 --eval-episodes 0"
     _, out, _ = run_main(dqn_jax, *flags.split(), "--env-id", "GoesOn-v0")
     assert out.endswith(": mean return of the last episodes nan\n")
 
@@ -267,6 +267,25 @@ def test_the_largest_counts_of_steps_begin_to_learn(script):
 def test_a_value_of_another_type_from_python_is_an_error(args, run, message):
     with pytest.raises(dqn_jax.UsageError, match=re.escape(message)):
         dqn_jax.train(dqn_jax.Args(**args), dqn_jax.Run(**run))
+
+
+@pytest.mark.parametrize("value", ["no", 0, 1.0])
+def test_what_is_yes_no_or_by_default_is_no_other_value(value):
+    args = ppo_jax.Args(normalize_observations=value)
+    message = "normalize_observations must be of type bool, not"
+    with pytest.raises(dqn_jax.UsageError, match=message):
+        ppo_jax.train(args, ppo_jax.Run())
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+def test_what_is_yes_no_or_by_default_is_kept_by_a_resume(value, run_main):
+    flags = ["--total-timesteps", "64", "--num-steps", "8", "--eval-episodes", "0"]
+    code, out, err = run_main(ppo_jax, *flags, "--normalize-observations", str(value))
+    assert code == 0, err
+    folder = out.splitlines()[-1].partition(": mean")[0]
+
+    _, args = usage.read_flags(folder, ppo_jax.Run, ppo_jax.Args)
+    assert args.normalize_observations is value
 
 
 @pytest.mark.parametrize("form", ["--num-envs 8e0", "--num-envs=8e0", "--num_envs 8.0"])
