@@ -391,7 +391,7 @@ def features_of(observation_space, hidden_sizes=(), init=None):
     it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
     """
     if cleanreplay:
-        return cleanreplay.images.features_of(observation_space, hidden_sizes, init)
+        return cleanreplay.networks.features_of(observation_space, hidden_sizes, init)
     size = math.prod(observation_space.shape)
     return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
 
@@ -432,8 +432,8 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     space = envs.single_observation_space
     is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
     if args.frame_stack > 1 or not is_vector:
-        envs = need("images, frame_stack or no Box").images.wrap(envs, args.frame_stack)
-    return cleanreplay.success.Successes(envs) if cleanreplay and training else envs
+        envs = need("images, frame_stack or no Box").environments.wrap(envs, args.frame_stack)
+    return cleanreplay.environments.Successes(envs) if cleanreplay and training else envs
 
 
 def reset(envs, key, step: int):
@@ -553,12 +553,12 @@ def train(args: Args, run: Run, stop: list | None = None):
     name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**3}"
     folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
     make_more = partial(make_envs, args, run)
-    first = cleanreplay.usage.check(args, run, make_more) if cleanreplay else make_more(1)
+    first = cleanreplay.flags.check(args, run, make_more) if cleanreplay else make_more(1)
     with closing(first):  # all that is to know of the environments is read from it
         spaces = (first.single_observation_space, first.single_action_space)
         more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
-        jax_env = cleanreplay and cleanreplay.compiled.find_jax_env(first, run)
+        jax_env = cleanreplay and cleanreplay.jax_envs.find_jax_env(first, run)
         env_spaces: Any = cleanreplay and cleanreplay.spaces.of_envs(first)
     if jax_env:
         script = (make_agent, make_more, Log, __file__)
@@ -580,7 +580,7 @@ def main():
     parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
     stop: list[int] = []
     try:
-        run, args = cleanreplay.usage.parse(parse) if cleanreplay else parse()
+        run, args = cleanreplay.flags.parse(parse) if cleanreplay else parse()
         _, returns, folder = train(args, run, stop)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

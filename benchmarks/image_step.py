@@ -86,7 +86,7 @@ def time_torch(shape: tuple) -> list[float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     observation, action, reward = experience(shape)
     channels, height, width = shape
-    is_large = min(height, width) >= 36  # as in images.py
+    is_large = min(height, width) >= 36  # as in networks.py
     layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if is_large else [(16, 3, 1)]
     hidden = 512 if is_large else 128
     scale = 255 if is_large else 1

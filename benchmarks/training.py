@@ -39,7 +39,7 @@ from machine import MISSING, ROOT, header, ratios, spread, table, write_json
 from returns import THRESHOLDS, agents, curve, new_run, reached, scalars
 
 import ppo_jax
-from cleanreplay import compiled
+from cleanreplay.jax_envs import JaxEnvs, find_jax_env
 
 PEERS = {"sb3": ("Stable-Baselines3", "stable_baselines3"), "sbx": ("SBX", "sbx")}
 HEADS = [
@@ -147,7 +147,7 @@ def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> floa
     run, args = ppo_jax.Run(env_id=env_id), ppo_jax.Args(num_envs=num_envs)  # takes any actions
     with closing(ppo_jax.make_envs(args, run, 1)) as one:
         agent = ppo_jax.Agent(args, one.single_observation_space, one.single_action_space)
-        jax_env = compiled.find_jax_env(one, run)
+        jax_env = find_jax_env(one, run)
     envs = ppo_jax.make_envs(args, run, num_envs)
     actions = np.stack([envs.action_space.sample() for _ in range(1_000)])
     envs.reset(seed=0)
@@ -160,7 +160,7 @@ def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> floa
             to_env_action=lambda action: action,
         )
         func_env, limit = jax_env.unwrapped.func_env, jax_env.spec.max_episode_steps
-        jax_envs = compiled.JaxEnvs(walker, func_env, limit)
+        jax_envs = JaxEnvs(walker, func_env, limit)
         key, collect = jax.random.PRNGKey(0), jax.jit(jax_envs.collect)
         state = jax_envs.reset(key, num_envs)
 

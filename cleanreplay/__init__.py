@@ -1,27 +1,30 @@
 """Does for a script what it cannot do alone. A module is imported at its first use.
 
     experiment    a run that is saved, resumed, evaluated and recorded
-    run_folder    owns the folder of a run: its lock, flags, what is saved, its end
-    checkpoints   saves and restores the state of training
-    agent_file    saves the best agent in one file, which can be read without this package
-    policies      loads trained agents
-    disk          stores arrays by their names
-    watch         shows a trained agent, as a program
-    usage         errors in flags, and the flags of a run that is resumed
+    run_folder    the folder of a run: its lock, flags, what is saved, its end
+    checkpoints   the state of training on disk
+    agent_file    the best agent in one file, which can be read without this package
+    policies      trained agents as functions
+    disk          arrays by their names, in files that are written as a whole
+    watch         a program that shows a trained agent
+    flags         checks of flags, and the flags of a run that is resumed
     tracking      flags in TensorBoard, Weights & Biases, where a run comes from
-    compiled      trains in environments written in JAX, and many agents at once
-    processes     several processes that train together
-    images        convolutions, stacks of frames, videos
+    terminal      signals, and output that nobody reads
+    environments  the first environment of a run, stacks, packed Dicts, successes
+    networks      vectors of observations: convolutions of images
+    spaces        the spaces that an agent is made for, as JSON
     packed        observations of images and numbers, as bytes
+    replays       stacks, hindsight (goals) and offline data (offline) around a replay
     vault         experience on disk
-    replays       batches of stacks, with other goals (goals), with data from before (offline)
-    success       which episodes succeeded, in environments that say it
-    spaces        the spaces that an agent is made for
+    jax_envs      environments written in JAX, stepped together
+    compiled      trains in them, and many agents at once
+    sweep         agents with other values of some flags
+    distributed   several processes that train together
     memory_tasks  two environments that take memory
     bit_flipping  an environment with goals
 
 A script imports this package at one place, and this package imports no script. What it needs of an
-algorithm is the protocol `Agent` in `agents`.
+algorithm is the protocol `Agent` in `protocol`.
 """
 
 import importlib
@@ -38,19 +41,21 @@ if TYPE_CHECKING:
     from cleanreplay import (  # noqa: F401
         checkpoints,
         compiled,
+        environments,
         experiment,
-        images,
+        flags,
+        jax_envs,
+        networks,
         packed,
+        replays,
         spaces,
-        success,
-        usage,
         vault,
     )
 
 __version__ = "0.3.0"
 
 # Names that programs of users import from here, and the modules that have them.
-PUBLIC = {"read_flags": "usage", "play_episodes": "experiment", "Trainer": "compiled"}
+PUBLIC = {"read_flags": "flags", "play_episodes": "experiment", "Trainer": "compiled"}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from cleanreplay import agents, checkpoints, disk
-from cleanreplay.agents import Agent
+from cleanreplay import checkpoints, disk, protocol
+from cleanreplay.distributed import of_first
 from cleanreplay.errors import UsageError
-from cleanreplay.processes import of_first
+from cleanreplay.protocol import Agent
 
 NAME = "best.safetensors"
 KEY_SHAPE = jax.ShapeDtypeStruct((2,), np.uint32)  # of a random key
@@ -193,7 +193,7 @@ def read_learned(source: str, state: Any, agent: Any, for_several: bool) -> tupl
         if not stored.about["is_whole"]:
             wanted = policy_leaves(agent)
         else:
-            wanted = {name: leaves[name] for name in disk.names(agents.learned(agent, state))}
+            wanted = {name: leaves[name] for name in disk.names(protocol.learned(agent, state))}
         found = read_leaves(stored, wanted, leaves, f"{file} is of another network or script")
     except UsageError as error:
         raise UsageError(f"init_from: {error}") from error

@@ -22,8 +22,8 @@ from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from cleanreplay import disk
+from cleanreplay.distributed import of_first
 from cleanreplay.errors import UsageError
-from cleanreplay.processes import of_first
 
 COPIED = 100_000_000  # bytes of the largest state that is copied and written in a thread
 FILE = "state.safetensors"

@@ -10,11 +10,11 @@ import numpy as np
 from tqdm import tqdm
 
 import buffers
-from cleanreplay import agents
-from cleanreplay.agents import Agent, Log
+from cleanreplay import protocol
+from cleanreplay.environments import Successes, rate
 from cleanreplay.errors import NotFiniteError, UsageError
+from cleanreplay.protocol import Agent, Log
 from cleanreplay.run_folder import RunFolder, check_finite
-from cleanreplay.success import Successes, rate
 
 ENDED = (
     "the processes of the environments ended as they began, and what they print is above. Each "
@@ -64,7 +64,7 @@ class Experiment(AbstractContextManager):
         """
         self.envs = envs
         folder = self.run_folder
-        state = folder.begin(init, partial(agents.on_resume, self.agent))
+        state = folder.begin(init, partial(protocol.on_resume, self.agent))
         self.log.open(folder.first_step, folder.recent_returns)
         folder.write_header(self.log.writer)
         folder.write_experience(state)
@@ -177,7 +177,7 @@ def play_episodes(agent: Any, run: Any, params: Any, envs: Any, stop: list) -> n
     returns = np.zeros(envs.num_envs)
     over = np.zeros(envs.num_envs, bool)
     key = jax.random.fold_in(jax.random.PRNGKey(run.seed), 2**31)  # no step of training is so large
-    act = agents.policy(agent, params, key if run.eval_explores else None)
+    act = protocol.policy(agent, params, key if run.eval_explores else None)
     # It explores as at the end of training. No step is beyond int32.
     first_step = min(agent.args.total_timesteps, 2**31 - 1 - run.eval_max_steps)
     observation, _ = envs.reset(seed=int(key[0]) // 4)

@@ -18,7 +18,7 @@ from gymnasium.spaces import Box, flatdim
 from gymnasium.vector import SyncVectorEnv
 from jax import Array
 
-from cleanreplay import images
+from cleanreplay import environments
 from cleanreplay.errors import UsageError
 from cleanreplay.packed import Packed
 
@@ -81,7 +81,7 @@ def find_task(envs: gym.vector.VectorEnv, make_envs: Callable) -> tuple[Any, Cal
     It is the functional environment, or one that `make_envs(1)` makes for this alone, reset once.
     UsageError if these environments have no goals.
     """
-    names = getattr(images.before_wrap(envs).single_observation_space, "spaces", {})
+    names = getattr(environments.before_wrap(envs).single_observation_space, "spaces", {})
     env = first_of(envs)
     task = getattr(env.unwrapped, "func_env", env)
     pair: list = [names.get(name) for name in ("achieved_goal", "desired_goal")]
@@ -129,7 +129,7 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> tup
     if isinstance(envs.single_observation_space, Packed):
         raise UsageError("her_fraction takes no images: goals are found in a vector of numbers")
     task, close = find_task(envs, make_envs)
-    names = images.before_wrap(envs).single_observation_space.spaces
+    names = environments.before_wrap(envs).single_observation_space.spaces
     ends_at = np.cumsum([flatdim(space) for space in names.values()])
     end_of = dict(zip(names, ends_at.tolist(), strict=True))  # in the order of the flat vector
     shape = names["desired_goal"].shape

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import buffers
 from cleanreplay.errors import UsageError
-from cleanreplay.usage import MINARI
+from cleanreplay.flags import MINARI
 
 
 def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:

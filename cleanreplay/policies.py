@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cleanreplay import agent_file, agents, disk, spaces, usage
-from cleanreplay.agents import Script
+from cleanreplay import agent_file, disk, environments, flags, protocol, spaces
 from cleanreplay.errors import UsageError
 from cleanreplay.packed import pack
+from cleanreplay.protocol import Script
 
 
 class Loaded(NamedTuple):
     """A trained agent."""
 
-    agent: Any  # an `agents.Agent`
+    agent: Any  # an `protocol.Agent`
     params: Any  # those of its `act`
     script: Script  # the module that trained it
     args: Any  # flags of the algorithm
@@ -31,13 +31,13 @@ class Loaded(NamedTuple):
 
 def load_agent(place: Path | str, script: Path | str = "") -> Loaded:
     """Loads the agent of a file, or of a run the best one; without one, that of a checkpoint."""
-    saved = usage.read_run(place)
+    saved = flags.read_run(place)
     module = import_script(Path(script or saved["script"]))
-    run, args = usage.read_flags(place, module.Run, module.Args)
+    run, args = flags.read_flags(place, module.Run, module.Args)
     stored = agent_file.open_agent(agent_file.find(place))
     number, own = agent_file.first_left(stored.about)
     args = replace(args, **own)
-    usage.check_flags(args, run)
+    flags.check_flags(args, run)
     observation_space, action_space = spaces_of(saved, partial(module.make_envs, args, run), run)
     agent = module.Agent(args, observation_space, action_space)
     known = disk.names(jax.eval_shape(agent.init, agent_file.KEY_SHAPE))
@@ -53,14 +53,14 @@ def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.
     """See `cleanreplay.load_policy`."""
     loaded = load_agent(place, script)
     agent, params = loaded.agent, loaded.params
-    act = agents.policy(agent, params)
+    act = protocol.policy(agent, params)
     example = agent.example_step.observation
     layout = getattr(loaded.observation_space, "layout", ())
 
     def policy(observations: Any, *is_first: Any) -> np.ndarray:
         observations = as_observations(observations, example, layout)
         if len(observations) == 0:  # networks take one or more
-            return agents.policy(agent, params)(example[None])[:0]
+            return protocol.policy(agent, params)(example[None])[:0]
         return act(observations, *is_first)
 
     return policy
@@ -74,7 +74,7 @@ def spaces_of(saved: dict, make_envs: Callable, run: Any) -> list:
     known = [saved["spaces"].get(name) for name in ("observation", "action")]
     if all(known):
         return [spaces.from_json(about) for about in known]
-    with closing(usage.make_first(run, make_envs)) as envs:
+    with closing(environments.make_first(run, make_envs)) as envs:
         return [envs.single_observation_space, envs.single_action_space]
 
 

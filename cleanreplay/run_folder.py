@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from cleanreplay import agent_file, agents, disk, offline, replays, terminal, tracking, usage
+from cleanreplay import agent_file, disk, flags, offline, protocol, replays, terminal, tracking
 from cleanreplay.checkpoints import Checkpoints, newest
+from cleanreplay.distributed import of_first
 from cleanreplay.errors import NotFiniteError, UsageError
-from cleanreplay.processes import of_first
 
 DONATED = (
     "`state` is overwritten while a thread learns from it: use it after `learning.result()`, or "
@@ -26,7 +26,7 @@ class RunFolder(AbstractContextManager):
     """The folder of a run. Use it in `with`, which ends what began with the run.
 
     Args:
-      agent: an `agents.Agent`.
+      agent: an `protocol.Agent`.
       run: flags of the experiment.
       folder: is made, or with --resume exists.
       script: the file that trains, which `load_policy` will need.
@@ -58,17 +58,17 @@ class RunFolder(AbstractContextManager):
         self.vault: Any = None  # the experience on disk, with --save-experience
         self.on_exit = ExitStack()
         args = agent.args
-        agents.check_step(agent.example_step)
-        usage.check_iteration(agent.steps_per_iteration, args.total_timesteps, run.log_interval)
+        protocol.check_step(agent.example_step)
+        flags.check_iteration(agent.steps_per_iteration, args.total_timesteps, run.log_interval)
         check_experience(agent, run)
-        self.before = usage.check_resume(args, run) if run.resume else (run, args)
+        self.before = flags.check_resume(args, run) if run.resume else (run, args)
         self.about = self.flags()
 
     def flags(self) -> dict:
         """Returns what args.json has."""
-        args = usage.with_absolute_places(vars(self.agent.args))
-        flags = {"run": vars(self.before[0]), "args": args}
-        return {"script": str(self.script), "spaces": self.env_spaces} | flags
+        args = flags.with_absolute_places(vars(self.agent.args))
+        about = {"script": str(self.script), "spaces": self.env_spaces}
+        return about | {"run": vars(self.before[0]), "args": args}
 
     def __enter__(self) -> "RunFolder":
         self.on_exit.callback(replays.close, getattr(self.agent, "replay", None))
@@ -83,7 +83,7 @@ class RunFolder(AbstractContextManager):
         """
         run = self.run
         is_first_process = jax.process_index() == 0
-        usage.check_memory(init)
+        flags.check_memory(init)
         if run.track and not run.resume:  # without a login there will be no folder
             self.begin_tracking()
         if is_first_process:
@@ -181,7 +181,7 @@ class RunFolder(AbstractContextManager):
         checkpoint.
         """
         if self.vault is not None:
-            self.vault.write(agents.experience(state))
+            self.vault.write(protocol.experience(state))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if isinstance(error, RuntimeError) and "deleted" in str(error):
@@ -207,19 +207,19 @@ def check_finite(params: Any, folder: Path) -> None:
 def check_experience(agent: Any, run: Any) -> None:
     """Raises UsageError if --save-experience cannot keep all steps of the replay."""
     longest = run.log_interval + agent.steps_per_iteration  # steps between two writes
-    if agents.saves_experience(agent) and longest > agent.args.buffer_size:
+    if protocol.saves_experience(agent) and longest > agent.args.buffer_size:
         raise UsageError(f"buffer_size must be >= {longest} to save each log_interval")
 
 
 def open_vault(agent: Any, state: Any, run: Any, folder: Path, script: Path) -> Any:
     """The experience on disk with --save-experience, otherwise None."""
-    if not agents.saves_experience(agent):
+    if not protocol.saves_experience(agent):
         return None
     from cleanreplay.vault import Vault
 
     about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs), "seed": run.seed}
     about["script"] = script.stem
-    item = replays.item_of(agents.experience(state))
+    item = replays.item_of(protocol.experience(state))
     return Vault(folder / "experience", item, agent.args.num_envs, about=about)
 
 

@@ -10,14 +10,14 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 
-from cleanreplay import images
+from cleanreplay import environments
 from cleanreplay.packed import Packed, Part
 
 
 def of_envs(envs: gym.vector.VectorEnv) -> dict:
     """Returns the spaces of environments as JSON, and the entries of their observations."""
     found = {"observation": envs.single_observation_space, "action": envs.single_action_space}
-    entries = entries_of(images.before_wrap(envs).single_observation_space)
+    entries = entries_of(environments.before_wrap(envs).single_observation_space)
     return {name: to_json(space) for name, space in found.items()} | {"entries": entries}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cleanreplay import usage
+from cleanreplay import flags
 from cleanreplay.errors import UsageError
 
 ALONE = "start a run for each value instead, see docs/scale.md"
@@ -170,7 +170,7 @@ def read_value(name: str, text: str, args: Any) -> float:
         value = float(text)
     except ValueError as error:
         raise UsageError(f"sweep: {name} must be a number, not {text!r}") from error
-    usage.check_flag(name, value, float)
+    flags.check_flag(name, value, float)
     return value
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from cleanreplay import agents, images, policies
+from cleanreplay import environments, networks, policies, protocol
 from cleanreplay.errors import UsageError
 
 MOST_FRAMES = 25  # per second of a file
@@ -110,8 +110,8 @@ def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
             raise ValueError("it renders nothing")
         return envs, lambda observation: resized(envs.render()[0])
     except Exception as error:
-        if not images.are_images(jax.ShapeDtypeStruct((1, *example.shape), example.dtype)):
-            why = f"{type(error).__name__}: {images.with_hint(error)}".rstrip(": ")
+        if not networks.are_images(jax.ShapeDtypeStruct((1, *example.shape), example.dtype)):
+            why = f"{type(error).__name__}: {environments.with_hint(error)}".rstrip(": ")
             text = f"{run.env_id} cannot be drawn: it needs the render mode {mode} ({why})"
             raise UsageError(text) from error
     if mode == "human":
@@ -126,7 +126,7 @@ def play(
     agent: Any, params: Any, envs: Any, seed: int, max_steps: int, draw: Callable
 ) -> tuple[list, float]:
     """The pictures of an episode of one environment, one more than its steps, and its return."""
-    act = agents.policy(agent, params)  # with an empty memory
+    act = protocol.policy(agent, params)  # with an empty memory
     observation, _ = envs.reset(seed=seed)
     pictures = [draw(observation)]
     episodic_return = 0.0
@@ -146,7 +146,7 @@ def as_picture(observation: Any) -> np.ndarray:
     Grey and coloured images are as they are. Other channels are planes: each has a colour, and the
     last one that is not 0 is seen. Of more planes of uint8, as in stacks, the last is grey.
     """
-    x = np.asarray(images.channels_last(jax.numpy.asarray(observation)))[0]
+    x = np.asarray(networks.channels_last(jax.numpy.asarray(observation)))[0]
     if x.dtype == bool:
         hues = np.arange(x.shape[-1]) / x.shape[-1]
         colours = np.array([colorsys.hsv_to_rgb(hue, 0.7, 1.0) for hue in hues])

@@ -23,7 +23,7 @@ from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import buffers
-from cleanreplay import compiled, policies, spaces
+from cleanreplay import compiled, jax_envs, policies, spaces
 
 # ---------------------------------------------------------------------------------------- all tests
 
@@ -92,14 +92,14 @@ def spaces_of(script, args, run):
 def find_jax_env(script, args, run):
     """The environment of a run if it is compiled, otherwise None."""
     with closing(script.make_envs(args, run, 1)) as envs:
-        return compiled.find_jax_env(envs, run)
+        return jax_envs.find_jax_env(envs, run)
 
 
 def make_trainer(script, args, run):
     """The compiled programs of a run in an environment written in JAX."""
     with closing(script.make_envs(args, run, 1)) as envs:
         spaces = envs.single_observation_space, envs.single_action_space
-        jax_env = compiled.find_jax_env(envs, run)
+        jax_env = jax_envs.find_jax_env(envs, run)
     return compiled.Trainer(partial(script.Agent, args, *spaces), jax_env, run)
 
 

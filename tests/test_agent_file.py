@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import dqn_jax
 import ppo_jax
 import sac_jax
-from cleanreplay import UsageError, agent_file, agents, disk, load_policy
+from cleanreplay import UsageError, agent_file, disk, load_policy, protocol
 
 OBSERVATIONS = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 BOX = gym.spaces.Box(-1, 1, (3,))
@@ -145,7 +145,7 @@ def test_parameters_that_are_computed_are_computed_again(tmp_path):
     bias = "params/params/q_0/bias"
     np.testing.assert_array_equal(load_file(file)[bias], disk.by_name(state)[bias])
     agent = make_agent(script, args, run)
-    wanted = agents.policy(agent, agent.policy_params(state))(OBSERVATIONS)
+    wanted = protocol.policy(agent, agent.policy_params(state))(OBSERVATIONS)
     np.testing.assert_array_equal(load_policy(file)(OBSERVATIONS), wanted)
     begun = jax.jit(agent.init)(jax.random.PRNGKey(1))
     begun = agent_file.start_from(str(file), begun, agent)

@@ -683,7 +683,7 @@ def write_module(name, tmp_path, monkeypatch):
 def is_written_in_jax(script, args, run):
     """Whether the run is compiled."""
     with closing(script.make_envs(args, run, 1)) as envs:
-        return cleanreplay.compiled.find_jax_env(envs, run) is not None
+        return cleanreplay.jax_envs.find_jax_env(envs, run) is not None
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from helpers import fast_at_ends, more, read_events
 from scipy.stats import chisquare
 
 import dqn_jax
-from cleanreplay import agents
+from cleanreplay import protocol
 from dqn_jax import Args, Run, train
 
 KEY = jax.random.PRNGKey(0)
@@ -184,8 +184,8 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     agent = linear(dqn_jax, args, num_actions=3, start=5)
     params = jnp.array([5.0, 7.0, 6.0])
     observation = np.ones((200, 1), np.float32)
-    np.testing.assert_array_equal(agents.policy(agent, params)(observation), 6)
-    policy = agents.policy(agent, params, KEY)
+    np.testing.assert_array_equal(protocol.policy(agent, params)(observation), 6)
+    policy = protocol.policy(agent, params, KEY)
     for step in (0, 40_000):
         wanted = 5 + np.asarray(agent.act(params, observation, KEY, step))
         assert set(wanted) == {5, 6, 7}
@@ -424,7 +424,7 @@ def restart(request):
         rollout, resetting = random_rollout(rng, 4, resetting)
         before, _, _ = train_step(before, rollout, KEY, 0)
         plain.add(rollout)
-    after = agents.on_resume(agent, before)
+    after = protocol.on_resume(agent, before)
     cut_rows = cut_by_hand(plain.rows)
 
     rollout, _ = random_rollout(rng, 4, np.zeros(6, bool))

@@ -14,7 +14,8 @@ import buffers
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import images, replays
+from cleanreplay import networks, replays
+from cleanreplay.environments import FrameStack
 
 KEY = jax.random.PRNGKey(0)
 
@@ -58,7 +59,7 @@ def breakout(request):
     """Rollouts of two environments whose frames we stack, and what Atari stacks at each step."""
     script = request.param
     args = script.Args(num_envs=2, frame_stack=4, buffer_size=200, learning_starts=128)
-    single = images.FrameStack(atari(1), 4)
+    single = FrameStack(atari(1), 4)
     assert single.single_observation_space.shape == (4, 1, 84, 84)
     assert single.observation_space.shape == (2, 4, 1, 84, 84)
     spaces = (single.single_observation_space, gym.spaces.Discrete(4))
@@ -113,14 +114,14 @@ def test_learning_sees_what_atari_stacks(breakout):
 
 def test_the_network_sees_the_channels_that_atari_stacks():
     stacks = np.random.default_rng(0).integers(255, size=(3, 4, 84, 84)).astype(np.uint8)
-    channels = images.channels_last(jnp.asarray(stacks))
+    channels = networks.channels_last(jnp.asarray(stacks))
     assert channels.shape == (3, 84, 84, 4)
     network = network_of(dqn_jax, stacks)
     params = jax.jit(network.init)(KEY, stacks)
     apply = jax.jit(network.apply)
     q_values = apply(params, stacks)
     for other in (stacks[:, :, None], stacks[..., None]):  # with an axis of the one channel
-        np.testing.assert_array_equal(images.channels_last(jnp.asarray(other)), channels)
+        np.testing.assert_array_equal(networks.channels_last(jnp.asarray(other)), channels)
         np.testing.assert_array_equal(apply(params, other), q_values)
 
 

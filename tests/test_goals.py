@@ -12,7 +12,8 @@ from helpers import fast_at_ends, one_line, read_events
 import dqn_jax
 import per_dqn_jax
 import sac_jax
-from cleanreplay import goals, images, replays
+from cleanreplay import goals, replays
+from cleanreplay.environments import wrap
 
 N = 2  # environments
 ROWS = 40  # that the replay holds
@@ -23,7 +24,7 @@ PLACES = {"observation": slice(0, 3), "desired_goal": slice(3, 5), "achieved_goa
 
 def reach(frame_stack=1):
     """Environments of one `Reach`, as a script makes them."""
-    return images.wrap(SyncVectorEnv([environments.Reach]), frame_stack)
+    return wrap(SyncVectorEnv([environments.Reach]), frame_stack)
 
 
 def sac_of(args, envs):
@@ -157,7 +158,7 @@ def test_with_clip_rewards_the_signs_of_new_rewards_are_learned():
             return 100 * super().compute_reward(achieved_goal, desired_goal, info)
 
     args = sac(clip_rewards=True).args
-    envs = images.wrap(SyncVectorEnv([Large]), 1)
+    envs = wrap(SyncVectorEnv([Large]), 1)
     agent = sac_of(args, envs)
     pairs, _ = drawn(agent, 3)
     experience = [jax.tree.map(lambda x: x[:RELABELLED], after.experience) for _, after in pairs]
@@ -263,7 +264,7 @@ def test_goals_without_a_function_of_rewards_are_refused():
         observation_space = environments.Reach.observation_space
         action_space = environments.Reach.action_space
 
-    text = refusal(images.wrap(SyncVectorEnv([Silent]), 1))
+    text = refusal(wrap(SyncVectorEnv([Silent]), 1))
     assert "must have compute_reward(achieved_goal, desired_goal, info)" in text
 
 
@@ -272,7 +273,7 @@ def test_a_function_of_rewards_that_needs_more_is_refused():
         def compute_reward(self, achieved_goal, desired_goal, info):
             return info["crashed"]
 
-    assert "KeyError: 'crashed'" in refusal(images.wrap(SyncVectorEnv([NeedsInfo]), 1))
+    assert "KeyError: 'crashed'" in refusal(wrap(SyncVectorEnv([NeedsInfo]), 1))
 
 
 def test_goals_of_two_shapes_are_refused():
@@ -283,7 +284,7 @@ def test_goals_of_two_shapes_are_refused():
             achieved_goal=Box(-9, 9, (2,)),
         )
 
-    assert "two equal Boxes" in refusal(images.wrap(SyncVectorEnv([Two]), 1))
+    assert "two equal Boxes" in refusal(wrap(SyncVectorEnv([Two]), 1))
 
 
 BITS = dict(

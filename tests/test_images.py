@@ -1,4 +1,4 @@
-"""cleanreplay/images.py: which observations go through convolutions, and what these compute."""
+"""Which observations go through convolutions, what these compute, and what a run says of it."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import images
+from cleanreplay import networks
+from cleanreplay.environments import FrameStack, describe, wrap
 
 SMALL = {  # shapes of observations, and what they are with the channels last
     (10, 10, 4): (10, 10, 4),
@@ -153,7 +154,7 @@ def read_as(shape, dtype=np.uint8, frame_stack=1):
     """What is said of observations, in the vector environment that a script makes."""
     space = gym.spaces.Box(0, 1, shape, dtype)
     envs = gym.vector.SyncVectorEnv([lambda: Observer(space)])
-    return images.describe(images.wrap(envs, frame_stack))
+    return describe(wrap(envs, frame_stack))
 
 
 class Observer(gym.Env):
@@ -205,7 +206,7 @@ def test_a_line_says_that_other_observations_than_vectors_are_flattened(
 
 def test_a_space_with_many_bounds_is_named_in_one_short_line():
     space = gym.spaces.Box(np.float32(np.random.default_rng(0).random((40, 9))), 1.0, (40, 9))
-    line = images.describe(gym.vector.SyncVectorEnv([lambda: Observer(space)]))
+    line = describe(gym.vector.SyncVectorEnv([lambda: Observer(space)]))
     assert line.startswith("observations Box([[")
     assert line.endswith(" ... are flattened to 360 numbers")
     assert len(line) < 300
@@ -214,7 +215,7 @@ def test_a_space_with_many_bounds_is_named_in_one_short_line():
 def test_the_frames_of_a_stack_become_channels():
     x = np.random.default_rng(0).integers(256, size=(2, 4, 36, 40), dtype=np.uint8)
     last = np.moveaxis(x, 1, -1)
-    np.testing.assert_array_equal(images.channels_last(jnp.asarray(x)), last)
+    np.testing.assert_array_equal(networks.channels_last(jnp.asarray(x)), last)
     network = network_of(dqn_jax, x)
     params = random_params(network, x)
     apply = jax.jit(network.apply)
@@ -327,7 +328,7 @@ def test_a_video_that_fails_loses_nothing():
 
 
 def test_stacks_are_among_the_observations_of_their_space():
-    envs = images.FrameStack(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"), 3)
+    envs = FrameStack(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"), 3)
     observation, _ = envs.reset(seed=0)
     assert envs.single_observation_space.shape == (3, 4)
     assert envs.observation_space.shape == observation.shape == (2, 3, 4)

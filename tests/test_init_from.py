@@ -14,7 +14,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import agent_file, agents
+from cleanreplay import agent_file, protocol
 
 SAC = dict(total_timesteps=60, learning_starts=40, batch_size=8, hidden_sizes=(8,))
 R2D2 = dict(total_timesteps=300, learning_starts=160, buffer_size=200, train_length=8, burn_in=4)
@@ -53,10 +53,10 @@ def test_all_that_was_learned_is_taken_and_nothing_else(script, flags, env_id):
     state, folder = trained(script, flags, run)
     args = script.Args(**flags, init_from=folder)
     agent, new = begun(script, args, run)
-    assert_equal(agents.learned(agent, new), agents.learned(agent, state))
+    assert_equal(protocol.learned(agent, new), protocol.learned(agent, state))
     fresh = jax.jit(agent.init)(jax.random.PRNGKey(99))
     for name in state._fields:
-        if getattr(agents.learned(agent, state), name) == ():
+        if getattr(protocol.learned(agent, state), name) == ():
             assert_equal(getattr(new, name), getattr(fresh, name))
     script.train(args, run)
 

@@ -28,7 +28,7 @@ from helpers import (
     read_events,
 )
 
-from cleanreplay import agents, load_policy
+from cleanreplay import load_policy, protocol
 
 pytestmark = pytest.mark.pages
 
@@ -467,7 +467,7 @@ def test_td3_explores_with_noise_and_at_first_at_random():
     assert noisy[:, 1].max() == 1
     assert (noisy[:, 1] == 1).mean() == pytest.approx(0.309, abs=0.03)  # beyond 0.5 deviations
     np.testing.assert_allclose(
-        agents.policy(agent, actor)(observation[:1]), [[0.5, 1.9]], rtol=1e-6
+        protocol.policy(agent, actor)(observation[:1]), [[0.5, 1.9]], rtol=1e-6
     )
 
 
@@ -531,7 +531,7 @@ def test_runs_are_resumed_and_loaded(name):
     agent = make_agent(module, args, run)
     shape = (50, *agent.example_step.observation.shape)
     observation = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    actions = agents.policy(agent, agent.policy_params(state))(observation)
+    actions = protocol.policy(agent, agent.policy_params(state))(observation)
     assert len(np.unique(actions)) > 1
     np.testing.assert_array_equal(load_policy(folder)(observation), actions)
 

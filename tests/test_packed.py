@@ -22,7 +22,8 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import agents, goals, images, policies, replays, spaces
+from cleanreplay import goals, policies, protocol, replays, spaces
+from cleanreplay.environments import describe, layout_of, wrap
 from cleanreplay.errors import UsageError
 from cleanreplay.packed import Packed, Part, pack, unpack
 from cleanreplay.vault import Vault
@@ -146,7 +147,7 @@ gym.register("Everything-v0", Everything)
 
 
 def test_entries_that_are_no_images_are_flat_numbers():
-    envs = images.wrap(SyncVectorEnv([Everything] * 2), 1)
+    envs = wrap(SyncVectorEnv([Everything] * 2), 1)
     space = envs.single_observation_space
     envs.reset(seed=0)
     observation, *_ = envs.step(np.zeros(2, int))
@@ -164,7 +165,7 @@ def test_entries_that_are_no_images_are_flat_numbers():
 
 
 def test_a_stack_has_the_frames_of_images_and_numbers():
-    envs = images.wrap(SyncVectorEnv([Everything]), 3)
+    envs = wrap(SyncVectorEnv([Everything]), 3)
     layout = envs.single_observation_space.layout
     envs.reset(seed=0)
     observation, *_ = envs.step(np.zeros(1, int))
@@ -176,7 +177,7 @@ def test_a_stack_has_the_frames_of_images_and_numbers():
 
 
 def test_a_dict_without_an_image_is_flattened():
-    assert images.layout_of(Dict(a=Box(0, 255, (4, 4), np.uint8), b=Discrete(3))) == ()
+    assert layout_of(Dict(a=Box(0, 255, (4, 4), np.uint8), b=Discrete(3))) == ()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_dict_without_an_image_is_flattened():
 def test_a_line_says_what_is_read_as_an_image(env_id, frame_stack, wanted):
     args = dqn_jax.Args(frame_stack=frame_stack)
     with closing(dqn_jax.make_envs(args, dqn_jax.Run(env_id=env_id), 1)) as envs:
-        assert images.describe(envs) == f"observations are a Dict of {wanted}"
+        assert describe(envs) == f"observations are a Dict of {wanted}"
 
 
 @pytest.mark.parametrize("lead", [(), (4,)])
@@ -237,7 +238,7 @@ def test_a_trained_agent_takes_the_dict(name, vectorization, frame_stack):
     is_first = [np.ones(6, bool)] * ("r2d2" in name or "recurrent" in name)
     actions = cleanreplay.load_policy(folder)(given, *is_first)
 
-    wanted = agents.policy(agent, params)(pack(given, LAYOUT), *is_first)
+    wanted = protocol.policy(agent, params)(pack(given, LAYOUT), *is_first)
     np.testing.assert_array_equal(actions, wanted)
     none = {name: x[:0] for name, x in given.items()}
     assert len(cleanreplay.load_policy(folder)(none, *[x[:0] for x in is_first])) == 0
@@ -349,7 +350,7 @@ def test_bytes_are_not_normalised(script):
 
 def test_hindsight_takes_no_images():
     with (
-        closing(images.wrap(SyncVectorEnv([Everything]), 1)) as envs,
+        closing(wrap(SyncVectorEnv([Everything]), 1)) as envs,
         pytest.raises(UsageError, match="her_fraction takes no images"),
     ):
         goals.hindsight(dqn_jax.Args(her_fraction=0.5), envs, None)

@@ -27,7 +27,7 @@ from by_hand import (
 from helpers import fast_at_ends, read_events
 
 import per_dqn_jax
-from cleanreplay import agents
+from cleanreplay import protocol
 from per_dqn_jax import Args, Run, Step, train
 
 KEY = jax.random.PRNGKey(0)
@@ -278,11 +278,11 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     agent = linear(per_dqn_jax, args, num_actions=3, start=5)
     params = jnp.array([5.0, 7.0, 6.0])
     observation = np.ones((200, 1), np.float32)
-    np.testing.assert_array_equal(agents.policy(agent, params)(observation), 6)
+    np.testing.assert_array_equal(protocol.policy(agent, params)(observation), 6)
     wanted = 5 + np.asarray(agent.act(params, observation, KEY, 40_000))
     assert set(wanted) == {5, 6, 7}
     np.testing.assert_array_equal(
-        agents.policy(agent, params, KEY)(observation, step=40_000), wanted
+        protocol.policy(agent, params, KEY)(observation, step=40_000), wanted
     )
 
 

@@ -21,7 +21,7 @@ from optax.tree_utils import tree_get
 
 import cleanreplay
 import ppo_jax
-from cleanreplay import agents
+from cleanreplay import protocol
 from ppo_jax import PPO, Args, Batch, Run, RunningMeanStd, Step, UsageError, train
 
 
@@ -304,10 +304,10 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     agent = PPO(Args(), OBSERVATIONS, space)
     params = agent.policy_params(jax.jit(agent.init)(KEY))
     observation = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
-    modes = agents.policy(agent, params)(observation)
+    modes = protocol.policy(agent, params)(observation)
     wanted = agent.to_env_action(np.asarray(agent.act(params, observation)))
     np.testing.assert_array_equal(modes, wanted)
-    draws = agents.policy(agent, params, KEY)(observation, step=3)
+    draws = protocol.policy(agent, params, KEY)(observation, step=3)
     wanted = agent.to_env_action(np.asarray(agent.act(params, observation, KEY, 3)))
     np.testing.assert_array_equal(draws, wanted)
     assert np.mean(draws != modes) > 0.3
@@ -535,7 +535,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
         np.testing.assert_allclose(state.discounted_return, running, rtol=1e-4, atol=1e-6)
     assert np.count_nonzero(running) > 1
     # Where environments start anew no return goes on, and all else is kept.
-    assert_equal(agents.on_resume(agent, state), state._replace(discounted_return=jnp.zeros(4)))
+    assert_equal(protocol.on_resume(agent, state), state._replace(discounted_return=jnp.zeros(4)))
 
 
 @pytest.mark.parametrize(

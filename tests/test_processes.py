@@ -18,7 +18,7 @@ from helpers import ROOT, make_trainer, more, read_events
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import checkpoints, usage
+from cleanreplay import checkpoints, flags
 
 
 def has_name():
@@ -81,7 +81,7 @@ def train(module, folder, flags, number):
 
 def checkpoint(module, folder):
     """The newest checkpoint, as one process reads it: step, RunnerState, the returns so far."""
-    run, args = usage.read_flags(folder, module.Run, module.Args)
+    run, args = flags.read_flags(folder, module.Run, module.Args)
     like = make_trainer(module, args, run).init()
     step, training, about = checkpoints.Checkpoints(folder).restore(like)
     return step, training, about["returns"]
@@ -138,7 +138,7 @@ def test_four_seeds_in_two_processes(module, tmp_path, monkeypatch):
     assert saved == json.loads((one / "args.json").read_text())
     for folder in (one, two):
         monkeypatch.chdir(folder.parent.parent)
-        run, args = usage.read_flags(folder, module.Run, module.Args)
+        run, args = flags.read_flags(folder, module.Run, module.Args)
         module.train(replace(args, total_timesteps=1_500), replace(run, resume=str(folder)))
     assert checkpoint(module, two)[0] == 1_500
     assert_same_run(module, one, two, **BIT_FOR_BIT)
@@ -239,7 +239,7 @@ def test_a_malformed_distributed_flag_is_a_usage_error(how, words, run_main):
 )
 def test_what_two_processes_do_not_do(flags, words, run_main, monkeypatch, tmp_path):
     """Said in one line, before a folder is made."""
-    monkeypatch.setattr("cleanreplay.processes.join", lambda how: None)
+    monkeypatch.setattr("cleanreplay.distributed.join", lambda how: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "local_devices", lambda process: jax.devices()[process : process + 1])
     code, _, err = run_main(dqn_jax, "--distributed", "localhost:12345,2,0", *flags.split())

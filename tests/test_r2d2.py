@@ -9,7 +9,7 @@ from helpers import make_trainer, more
 
 import dqn_jax
 import r2d2_jax
-from cleanreplay import agents, load_policy, memory_tasks  # noqa: F401  (registers)
+from cleanreplay import load_policy, memory_tasks, protocol  # noqa: F401  (registers)
 from r2d2_jax import R2D2, Args, Run, Step, rescale, unscale
 
 KEY = jax.random.PRNGKey(0)
@@ -324,7 +324,7 @@ def policies_and_observations(count):
     """Policies of the same agent, whose memory matters, and observations [3, 200, 3]."""
     agent, state, _ = make(num_actions=4, first_action=5, hidden_size=16)
     x = np.random.default_rng(0).normal(size=(3, 200, 3)).astype(np.float32)
-    return [agents.policy(agent, state.params) for _ in range(count)], x
+    return [protocol.policy(agent, state.params) for _ in range(count)], x
 
 
 @pytest.mark.parametrize("dtype", [bool, int])
@@ -357,8 +357,9 @@ def test_the_policy_explores_only_with_a_key_as_act_does():
     x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     for key, step in ((None, 0), (KEY, 0), (KEY, 7)):
         wanted, _ = agent.act(state.params, x, agent.no_memory(200), key, step)
-        np.testing.assert_array_equal(agents.policy(agent, state.params, key)(x, step=step), wanted)
-    assert (agents.policy(agent, state.params)(x) != wanted).mean() > 0.1
+        got = protocol.policy(agent, state.params, key)(x, step=step)
+        np.testing.assert_array_equal(got, wanted)
+    assert (protocol.policy(agent, state.params)(x) != wanted).mean() > 0.1
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from optax.tree_utils import tree_get
 import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
-from cleanreplay import agents, load_policy, memory_tasks  # noqa: F401  (registers)
+from cleanreplay import load_policy, memory_tasks, protocol  # noqa: F401  (registers)
 from recurrent_ppo_jax import Args, RecurrentPPO, Run, UsageError, train
 
 KEY = jax.random.PRNGKey(0)
@@ -322,7 +322,7 @@ def test_continuous_actions_are_drawn_from_the_policy_and_anew_at_each_step():
 def test_the_policy_forgets_where_is_first_says_so_and_nowhere_else(space):
     agent, state = make(space, normalize_observations=False)
     params = agent.policy_params(state)
-    policy, remembers, forgets = [agents.policy(agent, params) for _ in range(3)]
+    policy, remembers, forgets = [protocol.policy(agent, params) for _ in range(3)]
     x = 3 * np.random.default_rng(0).normal(size=(3, 200, 3)).astype(np.float32)
     is_first = np.arange(200) % 3 == 0
     for each in (policy, remembers):

@@ -19,7 +19,7 @@ from helpers import fast_at_ends, make_agent, more, read_events, slow
 from scipy.stats import binom, kstest, norm
 
 import sac_jax
-from cleanreplay import agents, load_policy
+from cleanreplay import load_policy, protocol
 from sac_jax import SAC, Args, Run, Step, train
 
 
@@ -346,9 +346,9 @@ def test_the_policy_takes_the_environments_actions_and_explores_only_with_a_key(
     for policy_key, step in ((None, 0), (key, 399), (key, 400)):
         action = np.asarray(agent.act(params, observation, policy_key, step))
         wanted = [-1, 0] + (action + 1) * [1, 1.5]  # in bounds of -1 to 1, and of 0 to 3
-        got = agents.policy(agent, params, policy_key)(observation, step=step)
+        got = protocol.policy(agent, params, policy_key)(observation, step=step)
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-    assert (got != agents.policy(agent, params)(observation)).any()
+    assert (got != protocol.policy(agent, params)(observation)).any()
 
 
 # --- DroQ

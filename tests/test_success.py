@@ -12,7 +12,7 @@ from helpers import COUNTER, SMALL_DQN, read_events
 
 import dqn_jax
 import sac_jax
-from cleanreplay.success import Successes, rate
+from cleanreplay.environments import Successes, rate
 
 
 class Coin(gym.Env):

@@ -46,7 +46,7 @@ def test_a_flag_of_any_type_and_value_works_and_is_kept_by_a_resume(run_main):
     _, _, folder = script.train(args, script.Run(**COUNTER))
     code, _, err = run_main(script, "--resume", str(folder), "--total-timesteps", "300")
     assert code == 0, err
-    _, kept = cleanreplay.usage.read_flags(folder, script.Run, script.Args)
+    _, kept = cleanreplay.flags.read_flags(folder, script.Run, script.Args)
     assert (kept.warmup, kept.shift, kept.limit) == (-7, -3, math.inf)
     assert (kept.bounds, kept.maybe, kept.kind) == ((-1.5, 2.0), None, "b")
     assert kept.place == Path("else/where")
@@ -63,7 +63,7 @@ def test_a_flag_that_is_an_enum_is_kept_by_a_resume():
     )
     script.Args.__dataclass_fields__["colour"].type = Colour
     _, _, folder = script.train(script.Args(**SMALL_DQN, colour=Colour.RED), script.Run(**COUNTER))
-    _, kept = cleanreplay.usage.read_flags(folder, script.Run, script.Args)
+    _, kept = cleanreplay.flags.read_flags(folder, script.Run, script.Args)
     assert kept.colour is Colour.RED
 
 

@@ -24,7 +24,8 @@ import per_dqn_jax
 import ppo_jax
 import r2d2_jax
 import sac_jax
-from cleanreplay import checkpoints, usage
+from cleanreplay import checkpoints, flags
+from cleanreplay.environments import make_first
 
 
 class Mistaken(Counter):
@@ -146,7 +147,7 @@ def test_numbers_that_are_not_finite_are_named_and_leave_the_last_good_checkpoin
         assert start == f"error: NotFinite-v0: the {name} is not finite in environment 0 at step"
         assert 230 < int(step) < 270
     (folder,) = Path("runs").iterdir()
-    run, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    run, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     agent = make_agent(dqn_jax, args, run)
     init = jax.jit(agent.init)
     step, state, _ = checkpoints.Checkpoints(folder).restore(init(jax.random.PRNGKey(0)))
@@ -284,7 +285,7 @@ def test_what_is_yes_no_or_by_default_is_kept_by_a_resume(value, run_main):
     assert code == 0, err
     folder = out.splitlines()[-1].partition(": mean")[0]
 
-    _, args = usage.read_flags(folder, ppo_jax.Run, ppo_jax.Args)
+    _, args = flags.read_flags(folder, ppo_jax.Run, ppo_jax.Args)
     assert args.normalize_observations is value
 
 
@@ -336,9 +337,9 @@ def test_a_flag_that_the_script_has_dropped_can_be_deleted_from_the_folder():
     file.write_text(json.dumps(saved | {"args": saved["args"] | {"dropped": 3}}))
     said = "which has dropped: if this script had the flags once, delete them from "
     with pytest.raises(dqn_jax.UsageError, match=f"{said}{file}$"):
-        usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+        flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     file.write_text(json.dumps(saved))
-    _, args = usage.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    _, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     longer = replace(args, total_timesteps=300)
     state, _, _ = dqn_jax.train(longer, replace(run, resume=str(folder)))
     assert state.replay.cursor > 0
@@ -397,7 +398,7 @@ def test_a_replay_larger_than_the_memory_of_its_container_is_an_error(
     (group / "memory").mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
     (group / name).write_text("3000000\n")
-    monkeypatch.setattr(usage, "CGROUPS", (group, group / "memory"))
+    monkeypatch.setattr(flags, "CGROUPS", (group, group / "memory"))
     line = one_line(run_main(dqn_jax, "--buffer-size", "1000000"))
     assert line.endswith("replay and networks need 0.0 GB, and there are 0.0 GB")
 
@@ -408,16 +409,16 @@ def test_a_replay_larger_than_the_memory_of_a_job_is_an_error(monkeypatch, tmp_p
     job.mkdir(parents=True)
     (tmp_path / "cgroup/slurm/job_1/memory.max").write_text("5000")
     (job / "memory.max").write_text("max")
-    monkeypatch.setattr(usage, "CGROUPS", (tmp_path / "cgroup",))
-    monkeypatch.setattr(usage, "cgroup_places", lambda: ["", "slurm/job_1/step_0"])
-    assert min(usage.memory_limits()) == 5_000
+    monkeypatch.setattr(flags, "CGROUPS", (tmp_path / "cgroup",))
+    monkeypatch.setattr(flags, "cgroup_places", lambda: ["", "slurm/job_1/step_0"])
+    assert min(flags.memory_limits()) == 5_000
 
 
 def test_a_replay_larger_than_the_memory_of_a_gpu_is_told_of_its_variables(monkeypatch):
     gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 3_000_000_000})
-    monkeypatch.setattr(usage.jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(flags.jax, "local_devices", lambda: [gpu])
     with pytest.raises(dqn_jax.UsageError) as caught:
-        usage.check_memory(lambda: jax.numpy.zeros(10**9))
+        flags.check_memory(lambda: jax.numpy.zeros(10**9))
     said = "buffer_size: replay and networks need 4.0 GB, and there are 3.0 GB. "
     assert str(caught.value).startswith(said)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in str(caught.value)
@@ -425,8 +426,8 @@ def test_a_replay_larger_than_the_memory_of_a_gpu_is_told_of_its_variables(monke
 
 
 def test_a_replay_larger_than_the_memory_is_an_error_before_it_is_made(run_main, monkeypatch):
-    monkeypatch.setattr(usage.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 100))
-    monkeypatch.setattr(usage, "CGROUPS", ())
+    monkeypatch.setattr(flags.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 100))
+    monkeypatch.setattr(flags, "CGROUPS", ())
     line = "buffer_size: replay and networks need 0.0 GB, and there are 0.0 GB"
     assert one_line(run_main(dqn_jax)) == f"error: {line}"
 
@@ -449,9 +450,9 @@ def test_keys_that_make_charts_count_lives_are_refused(run_main):
         assert f"with {key} charts would count lives, not games: leave it out" in err
 
 
-def make_first(run):
+def make_first_of(run):
     """Makes the first environment of a run."""
-    usage.make_first(run, partial(dqn_jax.make_envs, dqn_jax.Args(), run)).close()
+    make_first(run, partial(dqn_jax.make_envs, dqn_jax.Args(), run)).close()
 
 
 @pytest.mark.parametrize(
@@ -460,9 +461,9 @@ def make_first(run):
 )
 def test_raw_frames_give_a_notice_with_the_environment_that_is_meant(env_id, vectorization, capsys):
     pytest.importorskip("ale_py")
-    make_first(dqn_jax.Run(env_id=env_id, vectorization=vectorization))
+    make_first_of(dqn_jax.Run(env_id=env_id, vectorization=vectorization))
     assert "ale_py:ALE/Breakout-v5 with --vectorization auto has" in capsys.readouterr().out
-    make_first(dqn_jax.Run(env_id="ale_py:ALE/Breakout-v5"))
+    make_first_of(dqn_jax.Run(env_id="ale_py:ALE/Breakout-v5"))
     assert capsys.readouterr().out == ""
 
 

@@ -1,6 +1,5 @@
 """Checks flags before a run begins, and reads them from the folder of a run that is resumed."""
 
-import importlib
 import json
 import math
 import os
@@ -13,12 +12,11 @@ from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import gymnasium as gym
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from cleanreplay import agent_file, images, processes, terminal
+from cleanreplay import agent_file, distributed, environments, terminal
 from cleanreplay.errors import UsageError
 
 INT32 = 2**31 - 1
@@ -71,10 +69,10 @@ def parse(parse_flags: Any) -> Any:
     flags = parse_flags(args=tokens)
     run, args = flags
     if run.distributed:
-        processes.join(run.distributed)
+        distributed.join(run.distributed)
     if run.resume:
         of_run = partial(read_flags, run.resume, type(run), type(args))
-        flags = parse_flags(args=tokens, default=flags_class(*processes.of_first(of_run)))
+        flags = parse_flags(args=tokens, default=flags_class(*distributed.of_first(of_run)))
     return flags
 
 
@@ -115,9 +113,9 @@ def check(args: Any, run: Any, make_envs: Callable) -> Any:
         text = f"resume: {run.resume} is an agent, and no folder of a run"
         raise UsageError(f"{text}: --init-from begins with it")
     check_flags(args, run)
-    envs = make_first(run, make_envs)
+    envs = environments.make_first(run, make_envs)
     if run.capture_video:
-        images.check_video(make_envs, envs.single_observation_space)
+        environments.check_video(make_envs, envs.single_observation_space)
     return envs
 
 
@@ -169,51 +167,6 @@ def in_words(least: float, largest: float) -> str:
     if largest == 1:
         return f"from {least} to 1"
     return f"from {least} to 2**{math.ceil(math.log2(largest))} - 1"
-
-
-def make_first(run: Any, make_envs: Callable) -> Any:
-    """Makes one environment. UsageError if it is unknown, or does not take its arguments."""
-    what = f"--env-id {run.env_id}"
-    module, _, name = run.env_id.rpartition(":")
-    try:
-        if module:
-            importlib.import_module(module)  # registers its environments
-        spec = gym.spec(name)
-    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
-        hint = "--env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module"
-        raise UsageError(f"{what}: {error} {hint}") from error
-    except gym.error.Error as error:  # such as no such version
-        raise UsageError(f"{what}: {error}") from error
-    except ModuleNotFoundError as error:
-        hint = ": pip install ale-py" if module == "ale_py" else ""
-        raise UsageError(f"{what}: {error}{hint}") from error
-    except TypeError as error:  # a relative import
-        raise UsageError(f"{what}: {module} is not the name of a module") from error
-    is_atari = str(spec.entry_point).startswith("ale_py")
-    if is_atari and (run.vectorization != "auto" or not spec.vector_entry_point):
-        game = name.removeprefix("ALE/").partition("-")[0].removesuffix("NoFrameskip")
-        better = f"ale_py:ALE/{game}-v5 with --vectorization auto"
-        tqdm.write(f"{what} has raw frames of 210 x 160 x 3: {better} has DeepMind's preprocessing")
-    if run.env_kwargs == "{}":
-        try:
-            return make_envs(1)
-        except gym.error.Error as error:  # such as Box2D that is not installed
-            raise UsageError(f"{what}: {error}") from error
-    what += f" --env-kwargs '{run.env_kwargs}'"
-    try:
-        check_env_kwargs(json.loads(run.env_kwargs), is_atari)
-        return make_envs(1)
-    except (TypeError, ValueError, gym.error.Error) as error:
-        raise UsageError(f"{what}: {error}") from error
-
-
-def check_env_kwargs(kwargs: Any, is_atari: bool) -> None:
-    """Raises ValueError for arguments of an environment that it cannot have."""
-    if not isinstance(kwargs, dict):
-        raise ValueError('not a JSON object, such as {"continuous": true}')
-    for key in ("episodic_life", "life_loss_info"):
-        if is_atari and kwargs.get(key):
-            raise ValueError(f"with {key} charts would count lives, not games: leave it out")
 
 
 def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None:
@@ -321,7 +274,7 @@ def with_absolute_places(flags: dict) -> dict:
 def check_resume(args: Any, run: Any) -> tuple[Any, Any]:
     """The former flags of a resumed run. Raises UsageError if one differs that may not."""
     of_run = partial(read_flags, run.resume, type(run), type(args))
-    before, args_before = processes.of_first(of_run)
+    before, args_before = distributed.of_first(of_run)
     flags = with_absolute_places(vars(run) | vars(args))
     for name, value in (vars(before) | vars(args_before)).items():
         may_change = name == "total_timesteps" or (hasattr(run, name) and name not in NOT_RESUMABLE)

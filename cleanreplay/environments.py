@@ -1,10 +1,11 @@
-"""Reads images: convolutions, stacks of frames, a check of videos.
+"""Makes environments, and changes what is observed: stacks of frames, packed Dicts, vectors.
 
-A script uses this module if observations are images or no Box, with --frame-stack, and with
---capture-video. A run begins with what `describe` says of its observations.
+Also counts successes, and checks that a video can be recorded. A run begins with what `describe`
+says of its observations.
 """
 
-import math
+import importlib
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -14,147 +15,64 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
-import flax.linen as nn
 import gymnasium as gym
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax.linen.linear import default_kernel_init
 from gymnasium.spaces import Box, Dict, flatdim, flatten
 from gymnasium.vector.utils import batch_space, iterate
 from gymnasium.wrappers.vector import FlattenObservation
-from jax import Array
+from tqdm import tqdm
 
 from cleanreplay.errors import UsageError
+from cleanreplay.networks import are_images, channels_last
 from cleanreplay.packed import Packed, Part, pack, unpack
 
 MAX_NUMBERS = 10_000_000  # of an observation that is flattened
 
 
-def channels_axis(shape: tuple) -> int:
-    """Which axis of images [..., H, W, C] or [..., C, H, W] is channels: -1 or -3.
-
-    Two equal axes are height and width. If all three are equal, or none are, the smaller one of the
-    first and the last is channels, and the last if these are equal.
-    """
-    first, middle, last = shape[-3:]
-    if (first == middle) != (middle == last):
-        return -1 if first == middle else -3
-    return -3 if first < last else -1
-
-
-def channels_last(x: Array) -> Array:
-    """Images [B, H, W], [B, H, W, C], [B, C, H, W], or stacks [B, K, ...] of them: [B, H, W, C]."""
-    if x.ndim == 3:
-        x = x[..., None]
-    x = jnp.moveaxis(x, channels_axis(x.shape), -1)
-    if x.ndim == 5:  # the frames of a stack become channels
-        x = jnp.moveaxis(x, 1, 3)
-        x = x.reshape(*x.shape[:3], -1)
-    return x
-
-
-def are_images(x: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether observations [B, ...] are images, or stacks of them: uint8 or bool, and large enough.
-
-    With an axis of channels, or of a stack, 5 x 5 pixels are enough, else it takes 36 x 36.
-    """
-    if x.dtype not in (jnp.uint8, bool) or x.ndim not in (3, 4, 5):
-        return False
-    _, height, width, _ = jax.eval_shape(channels_last, x).shape
-    return min(height, width) >= (36 if x.ndim == 3 else 5)
-
-
-class Conv(nn.Module):
-    """nn.Conv without padding, of images [B, H, W, C], as a product of matrices.
-
-    The parameters are those of nn.Conv. On a CPU the gradient of XLA's convolution takes 13 times
-    as long in a loop (JAX 0.12). `stride` divides `kernel_size`.
-    """
-
-    features: int
-    kernel_size: int
-    stride: int
-    kernel_init: Callable = default_kernel_init
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        size, stride, features = self.kernel_size, self.stride, self.features
-        kernel_shape = (size, size, x.shape[-1], features)
-        kernel = self.param("kernel", self.kernel_init, kernel_shape, jnp.float32)
-        bias = self.param("bias", nn.initializers.zeros, (features,), jnp.float32)
-        # Blocks of stride x stride pixels become the channels of a smaller image.
-        height = x.shape[1] // stride
-        width = x.shape[2] // stride
-        x = x[:, : height * stride, : width * stride]
-        x = x.reshape(x.shape[0], height, stride, width, stride, x.shape[-1])
-        x = x.swapaxes(2, 3).reshape(x.shape[0], height, width, stride**2 * x.shape[-1])
-        # A kernel is `blocks` of them high and wide. Patches are one block high and meet all of its
-        # rows in one product.
-        blocks = size // stride
-        rows = height - blocks + 1
-        columns = width - blocks + 1
-        patches = jnp.concatenate([x[:, :, i : i + columns] for i in range(blocks)], axis=-1)
-        kernel = kernel.reshape(blocks, stride, blocks, stride, -1, features)
-        kernel = kernel.transpose(2, 1, 3, 4, 0, 5).reshape(patches.shape[-1], blocks * features)
-        products = (patches @ kernel).reshape(x.shape[0], height, columns, blocks, features)
-        # Row i of the kernel belongs to the image i blocks further down.
-        return bias + sum(products[:, i : i + rows, :, i] for i in range(blocks))
+def make_first(run: Any, make_envs: Callable) -> Any:
+    """Makes one environment. UsageError if it is unknown, or does not take its arguments."""
+    what = f"--env-id {run.env_id}"
+    module, _, name = run.env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)  # registers its environments
+        spec = gym.spec(name)
+    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
+        hint = "--env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module"
+        raise UsageError(f"{what}: {error} {hint}") from error
+    except gym.error.Error as error:  # such as no such version
+        raise UsageError(f"{what}: {error}") from error
+    except ModuleNotFoundError as error:
+        hint = ": pip install ale-py" if module == "ale_py" else ""
+        raise UsageError(f"{what}: {error}{hint}") from error
+    except TypeError as error:  # a relative import
+        raise UsageError(f"{what}: {module} is not the name of a module") from error
+    is_atari = str(spec.entry_point).startswith("ale_py")
+    if is_atari and (run.vectorization != "auto" or not spec.vector_entry_point):
+        game = name.removeprefix("ALE/").partition("-")[0].removesuffix("NoFrameskip")
+        better = f"ale_py:ALE/{game}-v5 with --vectorization auto"
+        tqdm.write(f"{what} has raw frames of 210 x 160 x 3: {better} has DeepMind's preprocessing")
+    if run.env_kwargs == "{}":
+        try:
+            return make_envs(1)
+        except gym.error.Error as error:  # such as Box2D that is not installed
+            raise UsageError(f"{what}: {error}") from error
+    what += f" --env-kwargs '{run.env_kwargs}'"
+    try:
+        check_env_kwargs(json.loads(run.env_kwargs), is_atari)
+        return make_envs(1)
+    except (TypeError, ValueError, gym.error.Error) as error:
+        raise UsageError(f"{what}: {error}") from error
 
 
-def cnn(x: Array, init: Callable = default_kernel_init, prefix: str = "") -> Array:
-    """Makes vectors [B, F] of images, by layers that belong to the flax module that calls it.
-
-    From 36 x 36 pixels on it is the network of Mnih et al. 2015, extended table 1, and uint8 is
-    divided by 255. Smaller images go through that of Young and Tian 2019, arXiv 1903.03176, as they
-    are: their numbers are often flags or kinds of things. `init` draws the weights. The names of
-    the layers begin with `prefix`.
-    """
-    is_pixels = x.dtype == jnp.uint8
-    x = channels_last(x).astype(jnp.float32)
-    layers = [(16, 3, 1)]  # features, kernel size, stride
-    width = 128
-    if min(x.shape[1:3]) >= 36:  # which the three convolutions need
-        x = x / 255 if is_pixels else x
-        layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
-        width = 512
-    for i, (features, size, stride) in enumerate(layers):
-        x = nn.relu(Conv(features, size, stride, kernel_init=init, name=f"{prefix}conv_{i}")(x))
-    return nn.relu(nn.Dense(width, kernel_init=init, name=f"{prefix}conv_out")(as_vectors(x)))
-
-
-def as_vectors(x: Array) -> Array:
-    """Flattens [B, ...] to float32 [B, F]. B may be symbolic, as in jax.export."""
-    return x.reshape(x.shape[0], math.prod(x.shape[1:])).astype(jnp.float32)
-
-
-def features_of(space: Any, hidden_sizes: tuple, init: Callable | None) -> tuple:
-    """Makes `features` as the scripts need it, and chooses the widths of the layers after it.
-
-    A Dict of images and numbers has both beside each other: what `cnn` makes of images, and the
-    numbers.
-
-    Returns:
-      A function from observations [B, ...] to vectors [B, F], whose layers belong to the flax
-      module that calls it, and `hidden_sizes`, or () after the convolutions of an image.
-    """
-    init = init or default_kernel_init
-    layout = getattr(space, "layout", ())
-    if not layout and not are_images(jax.ShapeDtypeStruct((1, *space.shape), space.dtype)):
-        return as_vectors, hidden_sizes
-
-    def features(x: Array) -> Array:
-        if x.dtype != space.dtype:
-            raise UsageError("normalize_observations takes no images: the network scales them")
-        if not layout:
-            return cnn(x, init)
-        vectors = [
-            cnn(part, init, f"{name}_") if are_images(part) else as_vectors(part)
-            for name, part in unpack(x, layout).items()
-        ]
-        return jnp.concatenate(vectors, axis=-1)
-
-    return features, hidden_sizes if layout else ()
+def check_env_kwargs(kwargs: Any, is_atari: bool) -> None:
+    """Raises ValueError for arguments of an environment that it cannot have."""
+    if not isinstance(kwargs, dict):
+        raise ValueError('not a JSON object, such as {"continuous": true}')
+    for key in ("episodic_life", "life_loss_info"):
+        if is_atari and kwargs.get(key):
+            raise ValueError(f"with {key} charts would count lives, not games: leave it out")
 
 
 class FrameStack(gym.vector.VectorWrapper):
@@ -239,7 +157,7 @@ class Pack(gym.vector.VectorObservationWrapper):
         self.observation_space = batch_space(self.single_observation_space, envs.num_envs)
 
     def observations(self, observations: Any) -> np.ndarray:
-        """Packs the observations of N environments."""
+        """Packs the observations of N"""
         parts = {part.name: self.entry(part.name, observations) for part in self.layout}
         return pack(parts, self.layout)
 
@@ -276,7 +194,7 @@ def before_wrap(envs: gym.vector.VectorEnv) -> Any:
 
 def check_flat(space: gym.Space) -> None:
     """Raises UsageError unless observations can be flattened to a vector of moderate size."""
-    hint = "a wrapper must choose what the network sees, see docs/environments.md"
+    hint = "a wrapper must choose what the network sees, see docs/md"
     what = f"observations {in_one_line(space)}"
     try:
         size = flatdim(space)
@@ -348,3 +266,49 @@ def with_hint(error: Exception) -> str:
     is_mujoco = any(word in str(error) for word in ("OpenGL", "GLFW", "gladLoadGL"))
     hint = " (MuJoCo without a screen: set MUJOCO_GL=egl or MUJOCO_GL=osmesa)"
     return f"{error}{hint if is_mujoco else ''}"
+
+
+class Successes(gym.vector.VectorWrapper):
+    """Keeps what the environments say of the success of each episode.
+
+    `ended` are the successes of the episodes that ended, from the first on that said one, and
+    `first` [N] that of the first episode of each environment. One that says nothing is NaN.
+    """
+
+    def __init__(self, envs: gym.vector.VectorEnv) -> None:
+        super().__init__(envs)
+        self.ended: list = []
+        self.first = np.full(envs.num_envs, np.nan)
+        self.say_it = False  # whether an `info` had a success so far
+
+    def __getattr__(self, name: str) -> Any:
+        """What the environments have, such as `call` and `set_attr`."""
+        if name == "env":  # before it is there
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def step(self, actions: Any) -> tuple:
+        """A step of each environment."""
+        result = self.env.step(actions)
+        info = result[4]
+        if self.say_it or "is_success" in info:
+            self.say_it = True
+            self.note(np.asarray(result[2] | result[3]), info)
+        return result
+
+    def note(self, over: np.ndarray, info: dict) -> None:
+        """Keeps the successes of the episodes that are over [N]."""
+        if not over.any():
+            return
+        successes = np.array(info.get("is_success", np.full(len(over), np.nan)), float)
+        successes[~np.broadcast_to(info.get("_is_success", True), len(over))] = np.nan
+        self.ended.extend(successes[over])
+        is_first = over & np.isnan(self.first)
+        self.first[is_first] = successes[is_first]
+
+
+def rate(successes: Any) -> float:
+    """The fraction of episodes that succeeded, NaN if none says it."""
+    said = np.asarray(successes, float)
+    said = said[~np.isnan(said)]
+    return float(said.mean()) if said.size > 0 else np.nan

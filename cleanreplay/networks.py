@@ -1,0 +1,140 @@
+"""Turns observations into vectors: convolutions of images, and the numbers beside them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.linear import default_kernel_init
+from jax import Array
+
+from cleanreplay.errors import UsageError
+from cleanreplay.packed import unpack
+
+
+def channels_axis(shape: tuple) -> int:
+    """Which axis of images [..., H, W, C] or [..., C, H, W] is channels: -1 or -3.
+
+    Two equal axes are height and width. If all three are equal, or none are, the smaller one of the
+    first and the last is channels, and the last if these are equal.
+    """
+    first, middle, last = shape[-3:]
+    if (first == middle) != (middle == last):
+        return -1 if first == middle else -3
+    return -3 if first < last else -1
+
+
+def channels_last(x: Array) -> Array:
+    """Images [B, H, W], [B, H, W, C], [B, C, H, W], or stacks [B, K, ...] of them: [B, H, W, C]."""
+    if x.ndim == 3:
+        x = x[..., None]
+    x = jnp.moveaxis(x, channels_axis(x.shape), -1)
+    if x.ndim == 5:  # the frames of a stack become channels
+        x = jnp.moveaxis(x, 1, 3)
+        x = x.reshape(*x.shape[:3], -1)
+    return x
+
+
+def are_images(x: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether observations [B, ...] are images, or stacks of them: uint8 or bool, and large enough.
+
+    With an axis of channels, or of a stack, 5 x 5 pixels are enough, else it takes 36 x 36.
+    """
+    if x.dtype not in (jnp.uint8, bool) or x.ndim not in (3, 4, 5):
+        return False
+    _, height, width, _ = jax.eval_shape(channels_last, x).shape
+    return min(height, width) >= (36 if x.ndim == 3 else 5)
+
+
+class Conv(nn.Module):
+    """nn.Conv without padding, of images [B, H, W, C], as a product of matrices.
+
+    The parameters are those of nn.Conv. On a CPU the gradient of XLA's convolution takes 13 times
+    as long in a loop (JAX 0.12). `stride` divides `kernel_size`.
+    """
+
+    features: int
+    kernel_size: int
+    stride: int
+    kernel_init: Callable = default_kernel_init
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        size, stride, features = self.kernel_size, self.stride, self.features
+        kernel_shape = (size, size, x.shape[-1], features)
+        kernel = self.param("kernel", self.kernel_init, kernel_shape, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (features,), jnp.float32)
+        # Blocks of stride x stride pixels become the channels of a smaller image.
+        height = x.shape[1] // stride
+        width = x.shape[2] // stride
+        x = x[:, : height * stride, : width * stride]
+        x = x.reshape(x.shape[0], height, stride, width, stride, x.shape[-1])
+        x = x.swapaxes(2, 3).reshape(x.shape[0], height, width, stride**2 * x.shape[-1])
+        # A kernel is `blocks` of them high and wide. Patches are one block high and meet all of its
+        # rows in one product.
+        blocks = size // stride
+        rows = height - blocks + 1
+        columns = width - blocks + 1
+        patches = jnp.concatenate([x[:, :, i : i + columns] for i in range(blocks)], axis=-1)
+        kernel = kernel.reshape(blocks, stride, blocks, stride, -1, features)
+        kernel = kernel.transpose(2, 1, 3, 4, 0, 5).reshape(patches.shape[-1], blocks * features)
+        products = (patches @ kernel).reshape(x.shape[0], height, columns, blocks, features)
+        # Row i of the kernel belongs to the image i blocks further down.
+        return bias + sum(products[:, i : i + rows, :, i] for i in range(blocks))
+
+
+def cnn(x: Array, init: Callable = default_kernel_init, prefix: str = "") -> Array:
+    """Makes vectors [B, F] of images, by layers that belong to the flax module that calls it.
+
+    From 36 x 36 pixels on it is the network of Mnih et al. 2015, extended table 1, and uint8 is
+    divided by 255. Smaller images go through that of Young and Tian 2019, arXiv 1903.03176, as they
+    are: their numbers are often flags or kinds of things. `init` draws the weights. The names of
+    the layers begin with `prefix`.
+    """
+    is_pixels = x.dtype == jnp.uint8
+    x = channels_last(x).astype(jnp.float32)
+    layers = [(16, 3, 1)]  # features, kernel size, stride
+    width = 128
+    if min(x.shape[1:3]) >= 36:  # which the three convolutions need
+        x = x / 255 if is_pixels else x
+        layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+        width = 512
+    for i, (features, size, stride) in enumerate(layers):
+        x = nn.relu(Conv(features, size, stride, kernel_init=init, name=f"{prefix}conv_{i}")(x))
+    return nn.relu(nn.Dense(width, kernel_init=init, name=f"{prefix}conv_out")(as_vectors(x)))
+
+
+def as_vectors(x: Array) -> Array:
+    """Flattens [B, ...] to float32 [B, F]. B may be symbolic, as in jax.export."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:])).astype(jnp.float32)
+
+
+def features_of(space: Any, hidden_sizes: tuple, init: Callable | None) -> tuple:
+    """Makes `features` as the scripts need it, and chooses the widths of the layers after it.
+
+    A Dict of images and numbers has both beside each other: what `cnn` makes of images, and the
+    numbers.
+
+    Returns:
+      A function from observations [B, ...] to vectors [B, F], whose layers belong to the flax
+      module that calls it, and `hidden_sizes`, or () after the convolutions of an image.
+    """
+    init = init or default_kernel_init
+    layout = getattr(space, "layout", ())
+    if not layout and not are_images(jax.ShapeDtypeStruct((1, *space.shape), space.dtype)):
+        return as_vectors, hidden_sizes
+
+    def features(x: Array) -> Array:
+        if x.dtype != space.dtype:
+            raise UsageError("normalize_observations takes no images: the network scales them")
+        if not layout:
+            return cnn(x, init)
+        vectors = [
+            cnn(part, init, f"{name}_") if are_images(part) else as_vectors(part)
+            for name, part in unpack(x, layout).items()
+        ]
+        return jnp.concatenate(vectors, axis=-1)
+
+    return features, hidden_sizes if layout else ()
