@@ -354,11 +354,11 @@ def log_entries(logs: list, step: int, interval: int, entries: Entry, seconds: f
 
 def evaluate_agents(
     trainer: Trainer,
-    runner: RunnerState,
-    step: int,
     logs: list,
     run_folder: RunFolder,
     make_envs: Callable,
+    runner: RunnerState,
+    step: int,
 ) -> None:
     """Logs the returns of an evaluation, keeps the best agent, records a video of the first."""
     run = trainer.run
@@ -472,9 +472,7 @@ def train_loop(
     run, stop = trainer.run, run_folder.stop
     total = trainer.args.total_timesteps
     run_entries = trainer.compile(runner)
-    evaluate = partial(
-        evaluate_agents, trainer, logs=logs, run_folder=run_folder, make_envs=make_envs
-    )
+    evaluate = partial(evaluate_agents, trainer, logs, run_folder, make_envs)
     finished: deque = deque(maxlen=1_000)  # of each log entry, the newest first
     end = run_folder.first_step
     if end >= total:  # a complete run is only evaluated
@@ -500,9 +498,8 @@ def train_loop(
             stop.append(signal.SIGTERM)
         is_last = is_interrupted or end >= total
         if is_last or buffers.is_due(run.checkpoint_interval, step, end):
-            run_folder.save(
-                end, runner, trainer.first_params(runner), list(returns), **trainer.sweep.about()
-            )
+            params = trainer.first_params(runner)
+            run_folder.save(end, runner, params, list(returns), **trainer.sweep.about())
         if is_interrupted:
             break
         if is_last or buffers.is_due(run.eval_interval, step, end):

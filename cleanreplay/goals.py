@@ -8,7 +8,7 @@ rewards are computed anew. Observations are the Dict of Gymnasium's environments
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import jax
@@ -118,11 +118,51 @@ def one_at_a_time(function: Callable, lock: threading.Lock) -> Callable:
     return call
 
 
-def hindsight(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> tuple:
-    """Makes `relabel(replay, state, sample, key)`, and a function that ends what it needs.
+class Goals(NamedTuple):
+    """Where goals are in flat observations [..., F], and what an environment says of them."""
 
-    `relabel` gives the first `her_fraction` of a Sample of windows [B, W, ...] goals that were
-    achieved later, and their rewards. UsageError if environments such as `envs` have no goals.
+    fraction: float  # of a batch that gets other goals
+    before: int  # steps of a sequence that only fill its first stack
+    shape: tuple  # of a goal
+    achieved: slice  # of an observation
+    desired: slice
+    rewards: Callable  # of achieved and desired goals
+    ends: Callable | None  # whether episodes end there, if the environment says so
+    horizon: int  # steps in which a later goal is looked for
+    close: Callable[[], None]  # the environment that is asked
+
+    def as_goals(self, flat: Array) -> Array:
+        """Shapes flat goals [..., G] as the environment does."""
+        return flat.reshape(*flat.shape[:-1], *self.shape)
+
+    def relabel(self, replay: Any, state: Any, sample: Any, key: Array) -> Any:
+        """Gives the first sequences [B, W, ...] of a Sample goals that were achieved later.
+
+        Their rewards and ends are computed anew.
+        """
+        rows = round(self.fraction * len(sample.indices))
+        steps = jax.tree.map(lambda x: x[:rows], sample.experience)
+        first = sample.indices[:rows] + self.before * replay.envs
+        later = replay.later(state, first, key, state.storage.valid, horizon=self.horizon)
+        single_steps = replace(replay, sequence_length=None)  # a view of the same state
+        goal = single_steps.get(state, later).observation[:, None, self.achieved]
+        observation = steps.observation.at[..., self.desired].set(goal)
+        # The reward of a step is that of the goal after it; the last step of a window is not used.
+        achieved = self.as_goals(jnp.roll(observation[..., self.achieved], -1, axis=1))
+        desired = self.as_goals(observation[..., self.desired])
+        steps = steps._replace(observation=observation, reward=self.rewards(achieved, desired))
+        if self.ends:
+            terminated = (self.ends(achieved, desired) > 0) & steps.valid
+            cut_off = steps.terminated & ~terminated
+            steps = steps._replace(terminated=terminated, truncated=steps.truncated | cut_off)
+        experience = jax.tree.map(lambda x, y: x.at[:rows].set(y), sample.experience, steps)
+        return sample._replace(experience=experience)
+
+
+def find_goals(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> Goals:
+    """Finds the goals of environments such as `envs`. UsageError if they have none.
+
+    `make_envs(1)` makes one for goals that JAX cannot trace.
     """
     if round(args.her_fraction * args.batch_size) == 0:
         raise UsageError(f"her_fraction: {args.her_fraction} of batch_size is not one window")
@@ -134,7 +174,7 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> tup
     end_of = dict(zip(names, ends_at.tolist(), strict=True))  # in the order of the flat vector
     shape = names["desired_goal"].shape
     size = flatdim(names["desired_goal"])
-    achieved_at, desired_at = (
+    achieved, desired = (
         slice(end_of[name] - size, end_of[name]) for name in ("achieved_goal", "desired_goal")
     )
     try:
@@ -148,29 +188,6 @@ def hindsight(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> tup
         text = f"compute_reward of {task} fails with two goals and an empty info"
         raise UsageError(f"her_fraction: {text}: {type(error).__name__}: {error}") from error
     horizon = getattr(first_of(envs).spec, "max_episode_steps", None) or LONGEST
-
-    def as_goals(flat: Array) -> Array:
-        return flat.reshape(*flat.shape[:-1], *shape)
-
-    def relabel(replay: Any, state: Any, sample: Any, key: Array) -> Any:
-        rows = round(args.her_fraction * len(sample.indices))
-        steps = jax.tree.map(lambda x: x[:rows], sample.experience)
-        first = sample.indices[:rows] + (args.frame_stack - 1) * replay.envs
-        later = replay.later(state, first, key, state.storage.valid, horizon=horizon)
-        single_steps = replace(replay, sequence_length=None)  # a view of the same state
-        goal = single_steps.get(state, later).observation[:, achieved_at]
-        goals = jnp.broadcast_to(goal[:, None], (*steps.observation.shape[:2], size))
-        observation = steps.observation.at[..., desired_at].set(goals)
-        # The reward of a step is that of the goal after it; the last step of a window is not used.
-        achieved = as_goals(jnp.roll(observation[..., achieved_at], -1, axis=1))
-        reward = rewards(achieved, as_goals(goals))
-        steps = steps._replace(observation=observation, reward=reward)
-        if ends:
-            terminated = ends(achieved, as_goals(goals)) > 0
-            terminated &= steps.valid
-            cut_off = steps.terminated & ~terminated
-            steps = steps._replace(terminated=terminated, truncated=steps.truncated | cut_off)
-        experience = jax.tree.map(lambda x, y: x.at[:rows].set(y), sample.experience, steps)
-        return sample._replace(experience=experience)
-
-    return relabel, close
+    before = args.frame_stack - 1
+    places = (shape, achieved, desired)
+    return Goals(args.her_fraction, before, *places, rewards, ends, horizon, close)

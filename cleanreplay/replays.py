@@ -81,19 +81,18 @@ class Stacked(Wrapper):
 
 @dataclass(frozen=True)
 class Hindsight(Wrapper):
-    """Gives part of each batch goals that were achieved later, see goals.py."""
+    """Gives part of each batch goals that were achieved later."""
 
-    relabel: Callable
-    on_close: Callable[[], None]
+    goals: goals.Goals
 
     def sample(self, state: Any, key: Array, batch_size: int) -> buffers.Sample:
         """Samples sequences, the first of which get other goals."""
         sample = self.replay.sample(state, key, batch_size)
-        return self.relabel(self.replay, state, sample, jax.random.fold_in(key, 0))
+        return self.goals.relabel(self.replay, state, sample, jax.random.fold_in(key, 0))
 
     def close(self) -> None:
         """Closes the environment that is asked for rewards."""
-        self.on_close()
+        self.goals.close()
 
 
 class MixedState(NamedTuple):
@@ -166,10 +165,10 @@ def options(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> dict[
     has_data = bool(getattr(args, "offline_data", ""))
     if count == 1 and not has_goals and not has_data:
         return {}
-    hindsight = goals.hindsight(args, envs, make_envs) if has_goals else ()
+    found = goals.find_goals(args, envs, make_envs) if has_goals else None
 
     def with_goals(replay: Any) -> Any:
-        return Hindsight(replay, *hindsight) if hindsight else replay
+        return Hindsight(replay, found) if found else replay
 
     def wrap(replay: Any) -> Any:
         if count > 1:

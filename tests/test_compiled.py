@@ -505,7 +505,7 @@ def train_two(module, flags, **run):
     args, run = short_training(module, flags, **run)
     trainings = []
 
-    def keep(trainer, training, *given, **named):
+    def keep(trainer, logs, run_folder, make_envs, training, step):
         trainings.append(training)
 
     with pytest.MonkeyPatch.context() as patch:

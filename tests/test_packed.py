@@ -353,7 +353,7 @@ def test_hindsight_takes_no_images():
         closing(wrap(SyncVectorEnv([Everything]), 1)) as envs,
         pytest.raises(UsageError, match="her_fraction takes no images"),
     ):
-        goals.hindsight(dqn_jax.Args(her_fraction=0.5), envs, None)
+        goals.find_goals(dqn_jax.Args(her_fraction=0.5), envs, None)
 
 
 LEARN = {

@@ -1,5 +1,7 @@
 """What wraps a replay: every method of it, and what it changes."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,9 @@ def relabelled(replay, state, sample, key):
     return sample._replace(experience=sample.experience._replace(reward=reward))
 
 
+GOALS = SimpleNamespace(relabel=relabelled, close=lambda: None)
+
+
 def mixed(replay):
     """The replay, half of whose batches are of data from 1,000 on, and a state with them."""
     wrapped = replays.Mixed(replay, 0.5, lambda replay: replay)
@@ -86,7 +91,7 @@ def test_every_other_method_is_that_of_the_replay(plain, wrapper):
     assert methods_of(plain) <= set(CALLS)
     wrapped, state = mixed(plain)
     if wrapper == "hindsight":
-        wrapped, state = replays.Hindsight(plain, relabelled, print), plain.init(item())
+        wrapped, state = replays.Hindsight(plain, GOALS), plain.init(item())
     state = wrapped.add_batch(state, steps())
     own = plain.add_batch(plain.init(item()), steps())
 
@@ -117,7 +122,7 @@ def test_half_of_a_batch_is_of_the_data(plain):
 
 
 def test_hindsight_changes_what_is_sampled(plain):
-    wrapped = replays.Hindsight(plain, relabelled, print)
+    wrapped = replays.Hindsight(plain, GOALS)
     state, sample = wrapped.add_and_sample(plain.init(item()), steps(), KEY, 4)
     same = plain.sample(state, KEY, 4)
 
@@ -163,7 +168,7 @@ def test_sequences_have_the_stacks_that_were_seen(stacked):
 def test_wrappers_of_wrappers_work_in_a_program(plain):
     """All three at once, in a scan that samples and sets priorities."""
     longer = replays.with_longer_sequences(plain, 2)
-    hindsight = replays.Hindsight(longer, relabelled, print)
+    hindsight = replays.Hindsight(longer, GOALS)
     wrapped = replays.Stacked(replays.Mixed(hindsight, 0.5, lambda replay: replay), 3)
     state = wrapped.add_batch(wrapped.init(item(stack=3)), steps(stack=3))
     state = replays.with_data(state, lambda like: filled(wrapped.replay, like))
