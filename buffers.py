@@ -175,11 +175,11 @@ class Buffer:
     # What subclasses define.
 
     def _empty(self) -> State:
-        """The counters of a buffer without items."""
+        """Returns the counters of a buffer without items."""
         raise NotImplementedError
 
     def _advance(self, counters: State, rows: PyTree, mask: Any) -> tuple[State, Array]:
-        """The counters after `rows` [L, N, ...] were added, and the slots [L] to write them to.
+        """Returns the counters after `rows` [L, N, ...], and the slots [L] to write them to.
 
         A row that `mask` [L] leaves out, or that a newer one would overwrite, gets a slot past the
         end. All slots are different, as `_put` promises to XLA.
@@ -187,24 +187,24 @@ class Buffer:
         raise NotImplementedError
 
     def _position(self, indices: Array) -> Array:
-        """The place of each item in storage [num_slots * N, ...], for any `indices` [...]."""
+        """Returns the place of each item of `indices` [...] in storage [num_slots * N, ...]."""
         raise NotImplementedError
 
     def _is_stored(self, counters: State, indices: Array, window: int) -> Array:
-        """Whether the `window` rows from each of `indices` [...] on are held: bool [...]."""
+        """Returns whether `window` rows from each of `indices` [...] on are held: bool [...]."""
         raise NotImplementedError
 
     def _size(self, counters: State) -> Array:
-        """The number of items held."""
+        """Returns the number of items held."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict:
-        """What is pickled and copied: the settings, without the compiled methods."""
+        """Returns what is pickled and copied: the settings, without the compiled methods."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     @_compiled()
     def init(self, item: PyTree) -> State:
-        """Empty storage for items like `item`: arrays or Python scalars, of one environment."""
+        """Makes empty storage for items like `item`: arrays or Python scalars of one environment."""
         if not tree_leaves(item):
             raise ValueError(f"init: the item has no arrays in it, got {item!r}")
         lead = (self.num_slots, self.envs)
@@ -213,7 +213,7 @@ class Buffer:
         return self._empty()._replace(storage=storage)
 
     def add(self, state: State, item: PyTree) -> State:
-        """The state with one more row: an item, or with `num_envs` a step [N, ...]."""
+        """Adds one row: an item, or with `num_envs` a step [N, ...]."""
         return self._add(state, _with_fitting_numbers("add", state, item))
 
     @_compiled(donates=True)
@@ -223,7 +223,7 @@ class Buffer:
         return self._write(state, rows, None)
 
     def add_batch(self, state: State, items: PyTree, mask: Any = None) -> State:
-        """The state with more rows, in order: items [L, ...], or with `num_envs` [L, N, ...]. Those
+        """Adds rows in order: items [L, ...], or with `num_envs` [L, N, ...]. Those
         where `mask` [L] bool is False are left out. Of more than fit the newest are kept.
         """
         items = _with_fitting_numbers("add_batch", state, items)
@@ -248,12 +248,12 @@ class Buffer:
         return _reshaped(storage, items, length)
 
     def _write(self, state: State, rows: PyTree, mask: Any) -> State:
-        """The state after `rows` [L, N, ...], without those where `mask` [L] is False."""
+        """Writes `rows` [L, N, ...], without those where `mask` [L] is False."""
         counters, slots = self._advance(state._replace(storage=()), rows, mask)
         return counters._replace(storage=tree_map(partial(_put, slots), state.storage, rows))
 
     def get(self, state: State, indices: Any) -> PyTree:
-        """What `sample` gave for `indices`, [*indices.shape, ...]; in a circular buffer 0 is the
+        """Reads what `sample` gave for `indices`, [*indices.shape, ...]; in a circular buffer 0 is the
         oldest. For an index that is not there (any more): ValueError; inside jit some contents.
         """
         indices = _as_indices("get", indices)
@@ -266,7 +266,7 @@ class Buffer:
         return self._load(state.storage, self._resolve(state, indices))
 
     def _load(self, storage: PyTree, indices: Array) -> PyTree:
-        """The items at `indices` [...], or the windows [..., W] in a buffer of windows."""
+        """Returns the items at `indices` [...], or the windows [..., W] in a buffer of windows."""
         if self.has_time_axis:
             steps = self.envs * jnp.arange(self.window)
             steps = jnp.expand_dims(steps, range(indices.ndim))
@@ -274,7 +274,7 @@ class Buffer:
         return _items_at(storage, self._position(indices))
 
     def update(self, state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
-        """The state with each item replaced by `fn(item, *args)`: every item, or those at `indices`
+        """Replaces each item by `fn(item, *args)`: every item, or those at `indices`
         [B] (of a window its first), each with its row of `args` [B, ...]. `fn` is static: define it
         once and pass what changes in `args`. For an index that is not in the buffer (any more):
         ValueError; inside jit it is ignored. One that is given twice is written once.
@@ -313,7 +313,7 @@ class Buffer:
         return state._replace(storage=storage)
 
     def _results(self, state: State, fn: Callable, *rows: PyTree) -> PyTree:
-        """What `fn` gives for each row."""
+        """Returns what `fn` gives for each row."""
 
         def fitting(*row: PyTree) -> PyTree:
             return _with_fitting_numbers("update: fn's result", state, fn(*row))
@@ -359,15 +359,15 @@ class Replay(Buffer):
         raise NotImplementedError
 
     def _num_starts(self, counters: State) -> Array:
-        """At how many rows a window starts that is held."""
+        """Counts the rows at which a window starts that is held."""
         raise NotImplementedError
 
     def _can_draw(self, counters: State) -> Array:
-        """Whether there is anything to draw."""
+        """Returns whether there is anything to draw."""
         raise NotImplementedError
 
     def _all_indices(self, counters: State) -> Array:
-        """The index of each item [max_size], oldest first, and then -1 for each empty place."""
+        """Returns the index of each item [max_size], oldest first, then -1 for each empty place."""
         raise NotImplementedError
 
     def sample(self, state: State, key: Array, batch_size: int) -> Sample:
@@ -386,14 +386,14 @@ class Replay(Buffer):
         return Sample(experience, _after(indices, experience), probabilities)
 
     def add_and_sample(self, state: State, items: PyTree, key: Array, batch_size: int) -> Any:
-        """`add_batch` and then `sample`: (state, Sample)."""
+        """Adds a batch and then samples: (state, Sample)."""
         count = _positive("add_and_sample(state, items, key, batch_size): batch_size", batch_size)
         self._check_drawable("add_and_sample", state, items)
         state = self.add_batch(state, items)
         return state, self._sample(state, key, count)
 
     def can_sample(self, state: State, min_size: Any = 1) -> Array:
-        """Whether something can be drawn, and at least `min_size` items are held: [] bool.
+        """Returns whether something can be drawn, and at least `min_size` items are held: [] bool.
 
         ValueError if so many never are, because `min_size` is above `max_size`.
         """
@@ -408,8 +408,8 @@ class Replay(Buffer):
 
     @_compiled()
     def indices(self, state: State) -> tuple[Array, Array]:
-        """The indices of all items, oldest first: (indices [max_size] int32, is_held [max_size]
-        bool), for `get`, `update` and `set_priorities`. The items held come first, then an index
+        """Lists the indices of all items, oldest first: indices [max_size] int32 and is_held
+        [max_size] bool, for `get`, `update` and `set_priorities`. The items held come first, then an index
         of -1 for each place that is still empty. In a clustered buffer this is so for each cluster,
         one after the other. With `sequence_length` W a window that can be drawn begins at each item
         held but the last (W - 1) * num_envs; with `period` only where index // num_envs (of a
@@ -441,7 +441,7 @@ class Replay(Buffer):
         return self.add_batch(state, items)._replace(storage=())
 
     def _can_surely_draw(self, state: State) -> bool:
-        """Whether one number of the state shows that there is something to draw.
+        """Returns whether one number of the state shows that there is something to draw.
 
         To read it is faster than to call `can_sample`: `sample` takes 28 us and not 72 (as measured
         in the last section of this file).
@@ -453,7 +453,7 @@ class WithPriorities(Replay):
     """A replay buffer whose priorities can be set and read."""
 
     def set_priorities(self, state: State, indices: Any, priorities: Any) -> State:
-        """The state with `priorities` [B] of the items, or of the windows that start, at `indices`
+        """Sets `priorities` [B] of the items, or of the windows that start, at `indices`
         [B]: before the exponent, such as abs(TD error) + epsilon. Indices that were overwritten, or
         where no window begins, are ignored; one that is given twice gets one of its priorities.
         Negative, infinite or NaN: ValueError; inside jit that row is ignored.
@@ -480,11 +480,11 @@ class WithPriorities(Replay):
         return self._set(state, indices, priorities.astype(float32))
 
     def _set(self, counters: State, indices: Array, priorities: Array) -> State:
-        """The counters after `priorities` [B] float32 of `indices` [B] were set."""
+        """Returns the counters after `priorities` [B] float32 of `indices` [B] were set."""
         raise NotImplementedError
 
     def priorities(self, state: State, indices: Any) -> Array:
-        """The priorities [...] float32 of the items, or of the windows that start, at `indices`
+        """Reads priorities [...] float32 of the items, or of the windows that start, at `indices`
         [...]: before the exponent, as `set_priorities` takes them, up to a rounding error. They are
         0 where the index was overwritten, or no window begins. With exponent 0 all others are 1.
         """
@@ -497,13 +497,13 @@ class WithPriorities(Replay):
         return self._priorities(state, indices)
 
     def _priorities(self, counters: State, indices: Array) -> Array:
-        """The priorities [...] of `indices` [...]."""
+        """Returns the priorities [...] of `indices` [...]."""
         raise NotImplementedError
 
 
 # ------------------------------------------------------------------------------------------- rings
 def cursor_modulus(rows: int, envs: int) -> int:
-    """The modulus of the cursor of a ring [T, N], a multiple of T: no index reaches 2**30."""
+    """Returns the modulus of a ring's cursor, a multiple of T: no index of [T, N] reaches 2**30."""
     return 2**30 // (rows * envs) * rows
 
 
@@ -562,7 +562,7 @@ class Ring(Buffer):
         return counters.size * self.envs
 
     def _starts(self, cursor: Array, size: Array) -> tuple[Array, Array]:
-        """At how many rows a window may start, and the number of the first, which may be negative.
+        """Counts the rows where a window may start. Returns the first, too, which may be negative.
 
         The rows held are cursor - size, ..., cursor - 1. A window starts at a multiple of `period`
         and ends at a row held, so it does not cross the write position.
@@ -598,23 +598,23 @@ class CircularBuffer(Ring):
     gone = "indices must be from 0 (oldest) to size - 1, and size is {size}"
 
     def _resolve(self, state: RingState, indices: Array) -> Array:
-        """The index of the i-th oldest item, or -1."""
+        """Returns the index of the i-th oldest item, or -1."""
         exists = (indices >= 0) & (indices < state.size)
         oldest = state.cursor - state.size
         return jnp.where(exists, (oldest + indices) % self.modulus, -1)
 
     @_compiled()
     def can_add(self, state: RingState, n: Any) -> Array:
-        """Whether n more items fit without loss: [] bool."""
+        """Returns whether n more items fit without loss: [] bool."""
         return state.size + n <= self.max_size
 
     @_compiled()
     def can_pop(self, state: RingState, n: Any) -> Array:
-        """Whether n items are held: [] bool."""
+        """Returns whether n items are held: [] bool."""
         return state.size >= n
 
     def pop(self, state: RingState, n: int) -> Any:
-        """(state, items [n, ...]): the n oldest, oldest first; `n` is static. With fewer than n
+        """Takes out the n oldest items [n, ...]: (state, items); `n` is static. With fewer than n
         held: ValueError; inside jit all are removed, and the rows of `items` after them are stale.
         """
         n = _positive("n", n)
@@ -684,7 +684,7 @@ class UniformReplay(Ring, Replay):
     def later(
         self, state: State, indices: Any, key: Array, goes_on: Array, *, horizon: int
     ) -> Array:
-        """For each step at `indices` [B] the index of a later step of the same episode: [B] int32.
+        """Draws for each step at `indices` [B] a later step of the same episode: [B] int32.
 
         All of the next `horizon` steps, which is static, are as likely, up to the end of the
         episode and the newest row. Where none follows it is the index itself. This is the strategy
@@ -729,7 +729,7 @@ LEVELS_PER_DRAW = 7
 
 
 def tree_init(capacity: int) -> tuple[Array, ...]:
-    """The levels of a tree of zeros: [capacity], [capacity / 4], ..., [more than SMALL]."""
+    """Makes the levels of a tree of zeros: [capacity], [capacity / 4], ..., [more than SMALL]."""
     levels: list = []
     nodes = capacity
     while not levels or nodes > SMALL:
@@ -740,7 +740,7 @@ def tree_init(capacity: int) -> tuple[Array, ...]:
 
 
 def tree_set(levels: tuple, positions: Array, weights: Array, valid: Array) -> tuple[Array, ...]:
-    """The tree with `weights` [B] at `positions` [B], where `valid` [B] is True.
+    """Sets `weights` [B] at `positions` [B] of a tree, where `valid` [B] is True.
 
     The sums above are computed from their children. To add differences to them would let rounding
     errors grow.
@@ -757,7 +757,7 @@ def tree_set(levels: tuple, positions: Array, weights: Array, valid: Array) -> t
 
 
 def tree_total(levels: tuple) -> Array:
-    """The sum of all weights, of each tree."""
+    """Sums all weights of each tree."""
     return levels[-1].sum(axis=-1)
 
 
@@ -816,7 +816,7 @@ def _choose_child(weights: Array, fraction: Array) -> tuple[Array, Array, Array]
 
 
 def _sum(groups: Array) -> Array:
-    """The sums [...] of `groups` [..., 4]."""
+    """Sums `groups` [..., 4]."""
     a, b, c, d = (groups[..., i] for i in range(4))
     return (a + b) + (c + d)
 
@@ -958,7 +958,7 @@ class ClusteredReplay(WithPriorities):
 
     @cached_property
     def ring(self) -> Any:
-        """The buffer of one cluster, with indices small enough that int32 holds those of all."""
+        """Makes the buffer of one cluster. Its indices are small: int32 holds those of all."""
         ring = copy(self.cluster_buffer)
         object.__setattr__(ring, "clusters", self.num_clusters)
         return ring
@@ -975,16 +975,16 @@ class ClusteredReplay(WithPriorities):
 
     @property
     def set_priorities(self) -> Any:
-        """The method if `cluster_buffer` has one, otherwise None."""
+        """Returns the method if `cluster_buffer` has one, otherwise None."""
         return super().set_priorities if self.ring.set_priorities else None
 
     @property
     def priorities(self) -> Any:
-        """The method if `cluster_buffer` has one, otherwise None."""
+        """Returns the method if `cluster_buffer` has one, otherwise None."""
         return super().priorities if self.ring.priorities else None
 
     def later(self, *args: Any, **kwargs: Any) -> Any:
-        """ValueError: of the steps of a cluster none follows another."""
+        """Raises ValueError: of the steps of a cluster none follows another."""
         raise ValueError(
             "later: the steps of a cluster do not follow each other: store whole windows or "
             "episodes as items"
@@ -999,7 +999,7 @@ class ClusteredReplay(WithPriorities):
         return indices // self.num_clusters, indices % self.num_clusters
 
     def _members(self, cluster: Array) -> Array:
-        """For each of the K clusters, whether each of `cluster` [B] is it: bool [K, B]."""
+        """Returns for each of the K clusters whether each of `cluster` [B] is it: bool [K, B]."""
         return jnp.arange(self.num_clusters)[:, None] == cluster[None]
 
     def _advance(self, counters: State, rows: PyTree, mask: Any) -> tuple[State, Array]:
@@ -1077,7 +1077,7 @@ clustered_replay = ClusteredReplay
 
 # ---------------------------------------------- no buffers: returns, means, loops, minibatches
 def importance_weights(probabilities: Any, beta: Any) -> Array:
-    """(size * P)**-beta, divided by the largest of the batch: Schaul et al. 2016, section 3.4.
+    """Computes (size * P)**-beta over the largest of the batch: Schaul et al. 2016, section 3.4.
 
     The division cancels the size of the buffer: it is (the smallest P / P)**beta.
 
@@ -1098,7 +1098,7 @@ def importance_weights(probabilities: Any, beta: Any) -> Array:
 def n_step_return(
     reward: Any, terminated: Any, truncated: Any, gamma: float
 ) -> tuple[Array, Array, Array]:
-    """Discounted sums of the rewards of n steps, or of fewer where an episode ends.
+    """Sums the discounted rewards of n steps, or of fewer where an episode ends.
 
     r_0 + gamma r_1 + ... + gamma**(m - 1) r_(m - 1), where m is n, or the number of steps up to the
     first that terminated or was truncated (Sutton and Barto 2018, section 7.1). To bootstrap, add
@@ -1132,7 +1132,7 @@ def n_step_return(
 
 
 def discounted_sum(x: Array, discount: Any, first: Array, reverse: bool = False) -> Array:
-    """y[t] = x[t] + discount[t] * y[t - 1], or y[t + 1] in reverse; [S, N], `first` is [N]."""
+    """Computes y[t] = x[t] + discount[t] * y[t - 1] [S, N], or y[t + 1] in reverse; `first` [N]."""
 
     def step(previous: Array, row: tuple) -> tuple[Array, Array]:
         x, discount = row
@@ -1172,14 +1172,14 @@ def stack_frames(frames: Any, count: int, mask: Any) -> Any:
 
 
 def masked_mean(x: Array, mask: Array) -> Array:
-    """Means [...] of x [..., *mask.shape] where `mask` is True, 0 if it is True nowhere."""
+    """Averages x [..., *mask.shape] where `mask` is True: [...], 0 if it is True nowhere."""
     axes = tuple(range(-mask.ndim, 0))
     count = jnp.maximum(mask.sum(), 1).astype(x.dtype)
     return jnp.sum(x, axis=axes, where=mask) / count
 
 
 def is_due(interval: int, step: int, end: int) -> bool:
-    """Whether a multiple of the interval is in (step, end]; never for an interval of 0."""
+    """Returns whether a multiple of the interval is in (step, end]; never for an interval of 0."""
     return interval > 0 and end // interval > step // interval
 
 
@@ -1209,7 +1209,7 @@ def repeat(step: Callable, state: PyTree, inputs: tuple, count: Any) -> tuple[Py
 
 
 def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: int) -> Array:
-    """Random orders of rows: [epochs, num_minibatches, rows // num_minibatches] int32.
+    """Shuffles rows: [epochs, num_minibatches, rows // num_minibatches] int32.
 
     ValueError if `num_minibatches` does not divide `rows`.
     """
@@ -1221,7 +1221,7 @@ def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: in
 
 # ------------------------------------------------------------------------------------------ checks
 def _is_checked(buffer: Buffer, *values: Any) -> bool:
-    """Whether to look for mistakes in these values: if they are concrete, or debug is set."""
+    """Returns whether to look for mistakes in values: if they are concrete, or debug is set."""
     return buffer.debug or not any(isinstance(value, Tracer) for value in values)
 
 
@@ -1235,7 +1235,7 @@ def _check(ok: Any, message: str, **values: Any) -> None:
 
 
 def _positive(name: str, value: Any) -> int:
-    """The value, which must be an int of at least 1."""
+    """Returns the value, which must be an int of at least 1."""
     if not isinstance(value, int | np.integer):
         given = f"an array {jax.typeof(value)}" if isinstance(value, Array) else repr(value)
         raise TypeError(
@@ -1329,7 +1329,7 @@ def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: s
 
 
 def _with_fitting_numbers(name: str, state: State, items: PyTree) -> PyTree:
-    """`items`, with Python numbers in the dtypes of their slots. Raises if a number does not fit.
+    """Gives Python numbers the dtypes of their slots. Raises if a number does not fit.
 
     JAX would cut off Python numbers, and arrays of NumPy of 64 bits, without a word.
     """
@@ -1357,7 +1357,7 @@ def _converted(name: str, storage: PyTree, items: PyTree) -> PyTree:
 
 
 def _is_weak_and_fits(slots: Array, x: Any) -> bool:
-    """Whether `x` is a weakly typed array that the slots may store, such as `jnp.where(y, 1, 0)`.
+    """Returns whether `x` is weakly typed and the slots may store it, as `jnp.where(y, 1, 0)`.
 
     Its numbers are not known in jit, so they must hold all that its own dtype can.
     """
@@ -1369,7 +1369,7 @@ def _is_weak_and_fits(slots: Array, x: Any) -> bool:
 
 
 def _not_held(dtype: Any, x: Any) -> Any:
-    """The first finite number of `x` that a dtype does not hold, or None."""
+    """Returns the first finite number of `x` that a dtype does not hold, or None."""
     low, high = _limits(dtype)
     if type(x) in PYTHON:
         return x if abs(x) < np.inf and not low <= x <= high else None
@@ -1381,7 +1381,7 @@ def _not_held(dtype: Any, x: Any) -> Any:
 
 @cache
 def _limits(dtype: Any) -> tuple:
-    """The least and the largest finite number of a dtype. Those that are no numbers have none."""
+    """Returns the least and the largest finite number of a dtype, nothing if it has none."""
     if jnp.issubdtype(dtype, np.integer):
         return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     if jnp.issubdtype(dtype, np.inexact):
@@ -1409,7 +1409,7 @@ def _as_indices(name: str, indices: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------ arrays
 def _length(rows: PyTree) -> int:
-    """L of rows [L, ...]; 1 if they have no such axis."""
+    """Returns L of rows [L, ...]; 1 if they have no such axis."""
     shapes = [jnp.shape(leaf) for leaf in tree_leaves(rows)]
     return shapes[0][0] if shapes and shapes[0] else 1
 
@@ -1424,7 +1424,7 @@ def _reshaped(storage: PyTree, items: PyTree, length: int) -> PyTree:
 
 
 def _items_at(storage: PyTree, position: Array) -> PyTree:
-    """The items at `position` [...] in storage [T, N, ...], taken as [T * N, ...]."""
+    """Returns the items at `position` [...] in storage [T, N, ...], taken as [T * N, ...]."""
     if position.shape[:1] == (1,):
         two = _items_at(storage, jnp.repeat(position, 2, axis=0))
         return tree_map(lambda leaf: leaf[:1], two)
@@ -1435,7 +1435,7 @@ def _items_at(storage: PyTree, position: Array) -> PyTree:
 # Each says what it saves: microseconds of a call from Python, with it and without it (JAX 0.12 on 2
 # CPU cores, 256 items drawn of 5 arrays each, unless something else is said).
 def _gather(x: Array, i: Array) -> Array:
-    """x[i] for `i` [B, ...] in range, in one thread of a CPU.
+    """Returns x[i] for `i` [B, ...] in range, in one thread of a CPU.
 
     XLA divides a gather from 256 KiB or more among threads, and to wake them takes longer. It does
     not divide what is written to a part of an array, so each half of the result is written. A draw
@@ -1458,7 +1458,7 @@ def _gather(x: Array, i: Array) -> Array:
 
 
 def _put(i: Array, x: Array, rows: Array) -> Array:
-    """x.at[i].set(rows, mode="drop") for `i` [L] that are all different.
+    """Returns x.at[i].set(rows, mode="drop") for `i` [L] that are all different.
 
     That would copy the rows first. To add 128 images of 32x32x3 float32: 118 and 230.
     """
@@ -1469,7 +1469,7 @@ def _put(i: Array, x: Array, rows: Array) -> Array:
 
 
 def _computed_once(i: Array) -> Array:
-    """`i`, below 2**31 - 1, computed before it is used.
+    """Returns `i`, below 2**31 - 1, computed before it is used.
 
     Otherwise XLA computes the way down a tree anew at each level. A draw from 1,000,000 items and
     then new priorities for these: 210 and 367; in lax.scan 59 and 140.
@@ -1478,7 +1478,7 @@ def _computed_once(i: Array) -> Array:
 
 
 def _after(x: Array, *read: PyTree) -> Array:
-    """`x`, integers or a key, which XLA cannot use before it has `read`.
+    """Returns `x`, integers or a key, which XLA cannot use before it has `read`.
 
     Otherwise it may write to an array, at a place that depends on `x`, before it has read from it,
     and so copies the array first. It also draws random bits beside `read`, and wakes a thread for
@@ -1498,7 +1498,7 @@ def _after(x: Array, *read: PyTree) -> Array:
 
 
 def _random_below(bound: Array, bits: Array) -> Array:
-    """floor(bound * r / 2**64) [B] int32 of 64 random bits r each, `bits` [2, B] uint32.
+    """Computes floor(bound * r / 2**64) [B] int32 of 64 random bits r each, `bits` [2, B] uint32.
 
     The product is taken by 16 bits of r at a time, as JAX has no 64-bit numbers by default. A draw
     from 1,000,000 items: 39, and 129 with jax.random.randint, for which XLA wakes a thread.

@@ -190,7 +190,7 @@ def read_into(leaves: dict[str, jax.Array], stored: disk.Stored) -> None:
 
 
 def is_of_the_machine(error: Exception) -> bool:
-    """Whether an error of reading is about memory, files or rights, and not about contents."""
+    """Returns whether an error of reading is about memory, files or rights, not contents."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return False
     numbers = re.findall(r"OS error (\d+)", str(error))  # of tensorstore, which has its own errors
@@ -199,5 +199,5 @@ def is_of_the_machine(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """The beginning of what an error says."""
+    """Returns the beginning of what an error says."""
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

@@ -44,7 +44,7 @@ LONG_CALL = 0.5  # seconds; calls that take less are doubled
 
 
 def make_mesh(num_agents: int, num_envs: int, num_devices: int) -> Mesh:
-    """The devices ["seeds", "envs"] of a run, `num_devices` of each process.
+    """Arranges the devices ["seeds", "envs"] of a run, `num_devices` of each process.
 
     gcd(num_agents, devices) agents are placed side by side; each gets the devices that are left.
     """
@@ -147,7 +147,7 @@ class Trainer:
         self.envs = JaxEnvs(self.agent, self.jax_env.unwrapped.func_env, time_limit)
 
     def of(self, values: Any) -> "Trainer":
-        """The trainer of an agent with these values [] of the flags that --sweep names."""
+        """Returns the trainer of an agent with these values [] of the flags that --sweep names."""
         if not values:
             return self
         one = copy(self)
@@ -155,12 +155,12 @@ class Trainer:
         return one
 
     def first_entry(self, values: dict) -> tuple:
-        """What an agent with these values has learned at its first log entry."""
+        """Returns what an agent with these values has learned at its first log entry."""
         one = self.of(values)
         return one.run_entry(one.init_one(jnp.uint32(0)), jnp.int32(0))
 
     def shard_batch(self, batch: Any) -> Any:
-        """A batch [B, ...], split over the devices that train an agent together."""
+        """Splits a batch [B, ...] over the devices that train an agent together."""
         devices = self.mesh.shape["envs"]
         rows = len(jax.tree.leaves(batch)[0])
         if devices == 1 or rows % devices > 0:
@@ -169,7 +169,7 @@ class Trainer:
         return jax.lax.with_sharding_constraint(batch, rows_on)
 
     def init_one(self, seed: Any, values: Any = ()) -> RunnerState:
-        """The RunnerState of an agent before the first step."""
+        """Makes the RunnerState of an agent before the first step."""
         if values:
             return self.of(values).init_one(seed)._replace(values=values)
         num_envs = self.args.num_envs
@@ -183,7 +183,7 @@ class Trainer:
         )
 
     def init(self) -> RunnerState:
-        """The RunnerState of all agents before the first step, on the devices."""
+        """Makes the RunnerState of all agents before the first step, on the devices."""
         # One after the other: XLA hangs in ten QR decompositions at once.
         init_all = partial(jax.lax.map, lambda agent: self.init_one(*agent))
         agents = (self.sweep.seeds, self.sweep.values)
@@ -199,7 +199,7 @@ class Trainer:
         return jax.jit(init_all, out_shardings=shardings)(agents)
 
     def iterate(self, runner: RunnerState, step: Array) -> tuple[RunnerState, tuple]:
-        """The iteration of an agent that begins at `step`: a rollout, and learning from it.
+        """Makes the iteration of an agent that begins at `step`: a rollout, and learning from it.
 
         Returns metrics, whether all rewards and all observations were finite [2], and the numbers
         [S, N] of the info, as `JaxEnvs.step` gives them.
@@ -223,7 +223,7 @@ class Trainer:
         return runner, (metrics, finite, info)
 
     def run_entry(self, runner: RunnerState, step: Array) -> tuple[RunnerState, Entry]:
-        """The iterations of an agent up to the next log entry."""
+        """Makes the iterations of an agent up to the next log entry."""
         steps = step + self.agent.steps_per_iteration * jnp.arange(self.iterations)
         runner = runner._replace(finished=jnp.zeros(3))
         runner, (metrics, finite, info) = jax.lax.scan(self.iterate, runner, steps)
@@ -256,13 +256,13 @@ class Trainer:
         return jax.lax.fori_loop(0, num_entries, run_entry, (runner, entries))
 
     def compile(self, runner: RunnerState) -> Any:
-        """`run_entries` of all agents. Its first argument is overwritten."""
+        """Compiles `run_entries` of all agents, which overwrites its first argument."""
         shardings = jax.tree.map(lambda x: x.sharding, runner)
         run_all = jax.vmap(self.run_entries, in_axes=(0, None, None), spmd_axis_name="seeds")
         return jax.jit(run_all, donate_argnums=0, out_shardings=(shardings, self.replicated))
 
     def evaluate_one(self, params: Any, values: Any = ()) -> tuple[Array, Array, Array]:
-        """The returns [eval_episodes] of an agent, and whether the episodes ended and succeeded."""
+        """Plays episodes: returns [eval_episodes] of an agent, whether they ended and succeeded."""
         # Training never folds in 2**31, so the keys of evaluations are distinct.
         key = jax.random.PRNGKey(np.uint32(self.run.seed % 2**32))
         key = jax.random.fold_in(key, 2**31)
@@ -272,19 +272,19 @@ class Trainer:
         return envs.evaluate(params, episodes, key, run.eval_max_steps, run.eval_explores)
 
     def evaluate(self, params: Any, values: Any = ()) -> tuple[np.ndarray, np.ndarray]:
-        """The returns [num_agents, eval_episodes] of each agent, and the successes."""
+        """Plays episodes of each agent: returns [num_agents, eval_episodes], and successes."""
         returns, over, succeeded = self.evaluate_all(params, values)
         if not np.all(over):
             tqdm.write(f"an evaluation cuts off episodes after {self.run.eval_max_steps:,} steps")
         return np.asarray(returns), np.where(np.isinf(succeeded), np.nan, succeeded)
 
     def first_params(self, runner: RunnerState) -> Any:
-        """The parameters of `act` of the first agent whose numbers are finite."""
+        """Returns the parameters of `act` of the first agent whose numbers are finite."""
         params = self.agent.policy_params(runner.agent)
         return self.take_agent(params, self.sweep.first_left())
 
     def num_entries(self, step: int) -> int:
-        """Log entries of the next call: up to the next checkpoint, the next evaluation or the end.
+        """Counts log entries of the next call: up to a checkpoint, an evaluation or the end.
 
         `adapt` limits them, so that the progress is shown about every second.
         """
@@ -300,7 +300,7 @@ class Trainer:
 
 
 def recent_returns(entries: deque, before: Any) -> np.ndarray:
-    """Mean returns [num_agents] of the last 100 or more episodes, in whole log entries.
+    """Averages the last 100 or more returns of each agent [num_agents], in whole log entries.
 
     `entries` are `finished` of RunnerState [num_agents, 3], the newest first. Each agent has as
     many of them as it needs. The mean returns are `before` [num_agents] where no episode ended.
@@ -387,7 +387,7 @@ def evaluate_agents(
 def open_logs(
     trainer: Trainer, run_folder: RunFolder, make_log: Callable, returns: np.ndarray
 ) -> list:
-    """The `Log` of each agent in its folder. The first one shows the progress."""
+    """Opens the `Log` of each agent in its folder. The first one shows the progress."""
     logs: list = []
     is_first_process = jax.process_index() == 0
     for i, before in enumerate(returns):

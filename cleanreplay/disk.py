@@ -35,7 +35,7 @@ CONTEXT = {"file_io_locking": {"mode": "none"}}
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the disk is full, or the quota of the user."""
+    """Returns whether an error says that the disk is full, or the quota of the user."""
     text = str(error).lower()  # tensorstore has errors of its own
     has_number = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return has_number or "no space left" in text or "quota exceeded" in text

@@ -36,7 +36,7 @@ def join(how: str) -> None:
 
 
 def any_process(condition: bool) -> bool:
-    """Whether the condition holds in any of the processes, which all call this."""
+    """Returns whether the condition holds in any of the processes, which all call this."""
     if jax.process_count() == 1:
         return condition
     return bool(multihost_utils.process_allgather(np.bool_(condition)).any())

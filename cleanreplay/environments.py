@@ -109,14 +109,14 @@ class FrameStack(gym.vector.VectorWrapper):
         return self.push(frame), info
 
     def step(self, actions: Any) -> tuple:
-        """A step of each environment; after the end of an episode its stack starts anew."""
+        """Takes a step of each environment; after the end of an episode its stack starts anew."""
         frame, reward, terminated, truncated, info = self.env.step(actions)
         stack = self.push(frame)
         self.is_over = np.asarray(terminated | truncated, bool)
         return stack, reward, terminated, truncated, info
 
     def push(self, frame: np.ndarray) -> np.ndarray:
-        """The stacks [N, K, ...] after new frames [N, ...]."""
+        """Returns the stacks [N, K, ...] after new frames [N, ...]."""
         older = self.older
         older[self.is_over] = 0
         newest = frame[:, None]
@@ -143,7 +143,7 @@ def layout_of(space: gym.Space) -> tuple[Part, ...]:
 
 
 def example_of(space: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a batch [1, ...] from a Box."""
+    """Returns shape and dtype of a batch [1, ...] from a Box."""
     return jax.ShapeDtypeStruct((1, *space.shape), space.dtype)
 
 
@@ -162,7 +162,7 @@ class Pack(gym.vector.VectorObservationWrapper):
         return pack(parts, self.layout)
 
     def entry(self, name: str, observations: Any) -> np.ndarray:
-        """An entry [N, ...] of the Dict. If it is no Box, it is flattened."""
+        """Returns an entry [N, ...] of the Dict. If it is no Box, it is flattened."""
         one: Any = self.env.single_observation_space
         all_of_them: Any = self.env.observation_space
         if isinstance(one[name], Box):
@@ -186,7 +186,7 @@ def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
 
 
 def before_wrap(envs: gym.vector.VectorEnv) -> Any:
-    """The environments that `wrap` was given."""
+    """Returns the environments that `wrap` was given."""
     while isinstance(envs, FrameStack | FlattenObservation | Pack):
         envs = envs.env
     return envs
@@ -206,7 +206,7 @@ def check_flat(space: gym.Space) -> None:
 
 
 def describe(envs: gym.vector.VectorEnv) -> str:
-    """How the network of a script reads observations that are no vector; "" for vectors."""
+    """Describes how a network reads observations that are no vector; "" for vectors."""
     space: Any = envs.single_observation_space
     x = example_of(space)
     if isinstance(space, Packed):
@@ -227,13 +227,13 @@ def describe(envs: gym.vector.VectorEnv) -> str:
 
 
 def size_of(x: Any) -> str:
-    """The size of images [B, ...], in words."""
+    """Returns the size of images [B, ...], in words."""
     _, height, width, channels = jax.eval_shape(channels_last, x).shape
     return f"{height} x {width} with {channels} channels"
 
 
 def in_one_line(space: gym.Space) -> str:
-    """A space as Gymnasium writes it, without what is too long for a message."""
+    """Writes a space as Gymnasium does, without what is too long for a message."""
     return shorten(str(space), 200, placeholder=" ...")
 
 
@@ -262,7 +262,7 @@ def check_video(make_envs: Callable, space: gym.Space) -> None:
 
 
 def with_hint(error: Exception) -> str:
-    """What an error of rendering says, and what helps in MuJoCo."""
+    """Returns what an error of rendering says, and what helps in MuJoCo."""
     is_mujoco = any(word in str(error) for word in ("OpenGL", "GLFW", "gladLoadGL"))
     hint = " (MuJoCo without a screen: set MUJOCO_GL=egl or MUJOCO_GL=osmesa)"
     return f"{error}{hint if is_mujoco else ''}"
@@ -282,13 +282,13 @@ class Successes(gym.vector.VectorWrapper):
         self.say_it = False  # whether an `info` had a success so far
 
     def __getattr__(self, name: str) -> Any:
-        """What the environments have, such as `call` and `set_attr`."""
+        """Returns what the environments have, such as `call` and `set_attr`."""
         if name == "env":  # before it is there
             raise AttributeError(name)
         return getattr(self.env, name)
 
     def step(self, actions: Any) -> tuple:
-        """A step of each environment."""
+        """Takes a step of each environment."""
         result = self.env.step(actions)
         info = result[4]
         if self.say_it or "is_success" in info:
@@ -308,7 +308,7 @@ class Successes(gym.vector.VectorWrapper):
 
 
 def rate(successes: Any) -> float:
-    """The fraction of episodes that succeeded, NaN if none says it."""
+    """Returns the fraction of episodes that succeeded, NaN if none says it."""
     said = np.asarray(successes, float)
     said = said[~np.isnan(said)]
     return float(said.mean()) if said.size > 0 else np.nan

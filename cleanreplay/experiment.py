@@ -74,7 +74,7 @@ class Experiment(AbstractContextManager):
 
     @contextmanager
     def saves_on_error(self, step: int, learned: Callable | None = None) -> Iterator[None]:
-        """In `with`: if the environments fail at `step`, saves what `learned()` returns.
+        """Saves what `learned()` returns if the environments fail at `step`; to be used in `with`.
 
         That is the State and the parameters; without it they are those of the last iteration. A
         note on the error tells where it happened.
@@ -173,7 +173,7 @@ def check_rollout(rollout: Any, run: Any, step: int) -> None:
 
 
 def play_episodes(agent: Any, run: Any, params: Any, envs: Any, stop: list) -> np.ndarray:
-    """The returns [N] of one episode in each of N environments."""
+    """Plays one episode in each of N environments. Returns the returns [N]."""
     returns = np.zeros(envs.num_envs)
     over = np.zeros(envs.num_envs, bool)
     key = jax.random.fold_in(jax.random.PRNGKey(run.seed), 2**31)  # no step of training is so large

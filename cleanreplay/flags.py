@@ -58,7 +58,7 @@ MINARI = "minari:"  # --offline-data minari:NAME is a dataset of Minari
 
 
 def parse(parse_flags: Any) -> Any:
-    """The flags (Run, Args) of the command line. With --resume, that run's are the defaults.
+    """Parses the command line: (Run, Args). With --resume, the flags of that run are the defaults.
 
     `parse_flags` is a partial of tyro.cli, with the class of the flags. With --distributed, this
     process joins the others.
@@ -77,7 +77,7 @@ def parse(parse_flags: Any) -> Any:
 
 
 def with_whole_numbers(tokens: list[str], classes: Any) -> list[str]:
-    """The command line with 1000000 for 1e6, where a flag of these dataclasses is an int."""
+    """Writes 1000000 for 1e6 in the command line, where a flag of these dataclasses is an int."""
     names = {field.name for flags in classes for field in fields(flags) if field.type is int}
     result = []
     is_next = False  # whether the token is the value of such a flag
@@ -94,7 +94,7 @@ def with_whole_numbers(tokens: list[str], classes: Any) -> list[str]:
 
 
 def as_whole_number(text: str) -> str:
-    """1000000 for 1e6; what is no number, or not whole, as it is."""
+    """Returns 1000000 for 1e6; what is no number, or not whole, as it is."""
     with suppress(ValueError):
         return str(int(text))
     with suppress(ValueError):
@@ -159,7 +159,7 @@ def check_flag(name: str, value: Any, expected: Any) -> None:
 
 
 def in_words(least: float, largest: float) -> str:
-    """The limits of a flag."""
+    """Writes the limits of a flag in words."""
     if least == POSITIVE:
         return "more than 0"
     if largest == math.inf:
@@ -192,7 +192,7 @@ def check_memory(init: Callable) -> None:
 
 
 def memory_limits() -> list[int]:
-    """Bytes of memory of this machine, and those that a container or a job of a cluster may use."""
+    """Reads the bytes of memory of this machine, and what a container or a job may use."""
     if not hasattr(os, "sysconf"):  # Windows
         return []
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -203,7 +203,7 @@ def memory_limits() -> list[int]:
 
 
 def cgroup_files() -> set[Path]:
-    """Where Linux may say how much memory this process and its groups have."""
+    """Returns where Linux may say how much memory this process and its groups have."""
     groups = {root / place for root in CGROUPS for place in cgroup_places()}
     folders = groups | {parent for group in groups for parent in group.parents}
     names = ("memory.max", "memory.limit_in_bytes")  # of version 2, and of version 1
@@ -211,7 +211,7 @@ def cgroup_files() -> set[Path]:
 
 
 def cgroup_places() -> list[str]:
-    """Where the groups of this process are below that of the machine or the container."""
+    """Returns where the groups of this process are below that of the machine or the container."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -220,7 +220,7 @@ def cgroup_places() -> list[str]:
 
 
 def read_run(place: Path | str) -> dict:
-    """What the folder of a run, or the file of an agent, says of it: flags `run` and `args`, and
+    """Reads what the folder of a run, or the file of an agent, has: flags `run` and `args`, and
     the file of the `script`.
     """
     if Path(place).is_file():
@@ -234,7 +234,7 @@ def read_run(place: Path | str) -> dict:
 
 
 def read_flags(place: Path | str, run_class: Any, args_class: Any) -> tuple[Any, Any]:
-    """The flags of a run, or of an agent in a file, as `Run` and `Args` of its script.
+    """Reads the flags of a run, or of an agent in a file, as `Run` and `Args` of its script.
 
     Flags that are newer than the run have their default values.
     """
@@ -250,7 +250,7 @@ def read_flags(place: Path | str, run_class: Any, args_class: Any) -> tuple[Any,
 
 
 def from_json(flags: dict, flags_class: Any) -> dict:
-    """Flags with the types that they had before they were written as JSON."""
+    """Gives flags the types that they had before they were written as JSON."""
     types: dict[str, Any] = {field.name: field.type for field in fields(flags_class)}
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     for name, x in flags.items():
@@ -262,7 +262,7 @@ def from_json(flags: dict, flags_class: Any) -> dict:
 
 
 def with_absolute_places(flags: dict) -> dict:
-    """Flags that mean the same in any working directory."""
+    """Makes flags mean the same in any working directory."""
     flags = dict(flags)
     for name in PLACES:
         place = flags.get(name, "")
@@ -272,7 +272,7 @@ def with_absolute_places(flags: dict) -> dict:
 
 
 def check_resume(args: Any, run: Any) -> tuple[Any, Any]:
-    """The former flags of a resumed run. Raises UsageError if one differs that may not."""
+    """Reads the former flags of a resumed run. Raises UsageError if one differs that may not."""
     of_run = partial(read_flags, run.resume, type(run), type(args))
     before, args_before = distributed.of_first(of_run)
     flags = with_absolute_places(vars(run) | vars(args))

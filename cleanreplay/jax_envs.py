@@ -38,7 +38,7 @@ def as_box(observation: Any, space: Any) -> Array:
 
 
 def info_of(func_env: Any, *step: Any) -> dict:
-    """The numbers that an environment says of a step: (state, action, next state)."""
+    """Returns the numbers that an environment reports of a step: (state, action, next state)."""
     try:
         info = func_env.transition_info(*step)
     except jax.errors.JAXTypeError:  # it is not for jit: Gymnasium calls it outside
@@ -73,7 +73,7 @@ class JaxEnvs:
         self.info = jax.vmap(partial(info_of, func_env))
 
     def observe(self, stack: Array, valid: Array, inner: Any, keys: Array) -> Array:
-        """What the policy sees in the states `inner`: a frame, or a stack of K frames.
+        """Returns what the policy sees in the states `inner`: a frame, or a stack of K frames.
 
         A stack [N, K, ...] is zero before the start of the episode. Where the last step was not
         `valid` [N], only the newest frame belongs to the episode.
@@ -157,7 +157,7 @@ class JaxEnvs:
     def evaluate(
         self, params: Any, episodes: int, key: Array, max_steps: int, explores: bool = False
     ) -> tuple:
-        """The first episode of as many environments.
+        """Plays the first episode of as many environments.
 
         Returns their returns [episodes], whether they ended [episodes] within max_steps, and
         whether they succeeded [episodes], infinite where the environment does not say it.
@@ -190,7 +190,7 @@ class JaxEnvs:
 
 
 def find_jax_env(envs: Any, run: Any) -> Any:
-    """The environment of `envs`, of which there is one, if it is written in JAX; otherwise None.
+    """Finds the environment of `envs`, which has one, if it is written in JAX; otherwise None.
 
     It must have no other wrappers than those that this module replaces. UsageError if it is None
     and flags ask for several agents, devices or processes. As each run begins here, a line says how
@@ -214,7 +214,7 @@ def find_jax_env(envs: Any, run: Any) -> Any:
 
 
 def why_not_compiled(envs: Any, env: Any, run: Any) -> str:
-    """Why a run steps its environments from Python, "" if it does not: `envs` has one, `env`."""
+    """Tells why a run steps environments from Python, "" if it does not: `envs` has one, `env`."""
     if not hasattr(env.unwrapped, "func_env"):
         return "is not written in JAX"
     if run.vectorization != "auto":

@@ -15,7 +15,7 @@ from cleanreplay.packed import unpack
 
 
 def channels_axis(shape: tuple) -> int:
-    """Which axis of images [..., H, W, C] or [..., C, H, W] is channels: -1 or -3.
+    """Returns which axis of images [..., H, W, C] or [..., C, H, W] is channels: -1 or -3.
 
     Two equal axes are height and width. If all three are equal, or none are, the smaller one of the
     first and the last is channels, and the last if these are equal.
@@ -27,7 +27,7 @@ def channels_axis(shape: tuple) -> int:
 
 
 def channels_last(x: Array) -> Array:
-    """Images [B, H, W], [B, H, W, C], [B, C, H, W], or stacks [B, K, ...] of them: [B, H, W, C]."""
+    """Makes [B, H, W, C] of [B, H, W], [B, H, W, C], [B, C, H, W], or stacks [B, K, ...]."""
     if x.ndim == 3:
         x = x[..., None]
     x = jnp.moveaxis(x, channels_axis(x.shape), -1)
@@ -38,7 +38,7 @@ def channels_last(x: Array) -> Array:
 
 
 def are_images(x: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether observations [B, ...] are images, or stacks of them: uint8 or bool, and large enough.
+    """Returns whether [B, ...] are images, or stacks of them: uint8 or bool, and large enough.
 
     With an axis of channels, or of a stack, 5 x 5 pixels are enough, else it takes 36 x 36.
     """

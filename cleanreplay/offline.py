@@ -18,7 +18,7 @@ from cleanreplay.flags import MINARI
 
 
 def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
-    """The state of a replay of items like `item`, with the data of --offline-data.
+    """Reads the state of a replay of items like `item`, with the data of --offline-data.
 
     `env_spaces` are those of the run, see `spaces.of_envs`.
     """
@@ -50,7 +50,7 @@ def check_actions(agent: Any, name: str, action: Any) -> None:
 
 
 def of_vault(item: Any, run: Any, name: str) -> Any:
-    """The state of a replay with all steps of a vault, or of that of a run."""
+    """Reads the state of a replay with all steps of a vault, or of that of a run."""
     from cleanreplay.vault import Vault
 
     path = Path(name)
@@ -69,7 +69,7 @@ def of_vault(item: Any, run: Any, name: str) -> Any:
 
 
 def of_minari(agent: Any, item: Any, name: str, entries: dict | None) -> Any:
-    """The state of a replay with all steps of a Minari dataset.
+    """Reads the state of a replay with all steps of a Minari dataset.
 
     Each episode is followed by a row that only resets. A Dict of observations is flattened in the
     order of `entries`, see `spaces.entries_of`: Minari keeps its own.
@@ -101,7 +101,7 @@ def of_minari(agent: Any, item: Any, name: str, entries: dict | None) -> Any:
 def steps_of(
     agent: Any, item: Any, dataset: Any, episode: Any, entries: dict | None
 ) -> dict[str, np.ndarray]:
-    """The rows of an episode of L steps [L + 1, ...], as the agent stores them."""
+    """Returns the rows of an episode of L steps [L + 1, ...], as the agent stores them."""
     observation = as_flat(dataset.observation_space, episode.observations, entries)
     length = len(episode.rewards)
     actions = np.asarray(episode.actions)
@@ -119,7 +119,7 @@ def steps_of(
 
 
 def as_flat(space: gym.Space, x: Any, entries: dict | None) -> np.ndarray:
-    """Observations [L, ...] of a Box; others [L, F], as Gymnasium's `flatten` makes them."""
+    """Keeps observations [L, ...] of a Box, and flattens others to [L, F] as Gymnasium does."""
     if isinstance(space, gym.spaces.Box):
         return np.asarray(x)
     if isinstance(space, gym.spaces.Dict):
@@ -132,7 +132,7 @@ def as_flat(space: gym.Space, x: Any, entries: dict | None) -> np.ndarray:
 
 
 def as_stored_actions(agent: Any, like: Any, space: gym.Space, actions: np.ndarray) -> np.ndarray:
-    """Actions of the environment [L, ...], as the agent stores them: the inverse of
+    """Turns actions of the environment [L, ...] into what the agent stores: the inverse of
     `to_env_action`.
     """
     if isinstance(space, gym.spaces.Discrete) and like.dtype.kind == "i":

@@ -30,12 +30,12 @@ class Packed(Box):
 
 
 def num_bytes(part: Part) -> int:
-    """The bytes of a part."""
+    """Returns the bytes of a part."""
     return math.prod(part.shape) * np.dtype(part.dtype).itemsize
 
 
 def pack(parts: dict, layout: tuple[Part, ...]) -> Any:
-    """Bytes [*lead, P] of arrays {name: [*lead, *shape]}, of NumPy or JAX.
+    """Packs arrays {name: [*lead, *shape]} into bytes [*lead, P], of NumPy or JAX.
 
     Numbers may have another shape of the same size. The first part is an image, which shows `lead`.
     """
@@ -50,7 +50,7 @@ def pack(parts: dict, layout: tuple[Part, ...]) -> Any:
 
 
 def unpack(x: Any, layout: tuple[Part, ...]) -> dict:
-    """The arrays {name: [*lead, *shape]} in bytes [*lead, P], of NumPy or JAX."""
+    """Unpacks bytes [*lead, P] into arrays {name: [*lead, *shape]}, of NumPy or JAX."""
     parts = {}
     end = 0
     for part in layout:

@@ -79,7 +79,7 @@ def spaces_of(saved: dict, make_envs: Callable, run: Any) -> list:
 
 
 def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.ndarray:
-    """Observations [N, ...] as the agent takes them: `example` has shape and dtype of one.
+    """Checks observations [N, ...] against `example`, which has shape and dtype of one.
 
     With a layout they are a dict of arrays [N, ...], which is packed. ValueError if they have
     another shape, or would be other numbers.
@@ -110,7 +110,7 @@ def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.n
 
 
 def import_script(file: Path) -> Script:
-    """The module of a script, which need not be on Python's path."""
+    """Imports the module of a script, which need not be on Python's path."""
     module: Any = sys.modules.get(file.stem)
     if module is not None and Path(module.__file__ or "").absolute() == file.absolute():
         return module

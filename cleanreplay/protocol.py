@@ -27,13 +27,13 @@ class Agent(Protocol):
     steps_per_iteration: int  # S * N
 
     def init(self, key: Any) -> Any:
-        """The State before training."""
+        """Returns the State before training."""
 
     def policy_params(self, state: Any) -> Any:
-        """The part of a State that `act` needs."""
+        """Returns the part of a State that `act` needs."""
 
     def to_env_action(self, action: Any) -> Any:
-        """The environment's actions."""
+        """Returns the environment's actions."""
 
     def act(self, params: Any, observation: Any, *args: Any, **kwargs: Any) -> Any:
         """Chooses actions [N], which explore if there is a key. The other two are key and step."""
@@ -145,7 +145,7 @@ class Log(Protocol):
         """
 
     def mean_return(self) -> float:
-        """The mean return of the last episodes."""
+        """Returns the mean return of the last episodes."""
 
     def __exit__(self, *error: Any) -> Any:
         """Ends the event file."""
@@ -178,10 +178,10 @@ def check_step(step: Any) -> None:
 
 
 def takes(function: Callable, parameter: str) -> bool:
-    """Whether a function has a parameter of this name."""
+    """Returns whether a function has a parameter of this name."""
     return parameter in inspect.signature(function).parameters
 
 
 def saves_experience(agent: Any) -> bool:
-    """Whether the flag --save-experience is there, and set."""
+    """Returns whether the flag --save-experience is there, and set."""
     return getattr(agent.args, "save_experience", False)

@@ -106,7 +106,7 @@ class MixedState(NamedTuple):
 
     @property
     def max_priority(self) -> Array:
-        """The largest priority of the replay."""
+        """Returns the largest priority of the replay."""
         return self.replay.max_priority
 
 

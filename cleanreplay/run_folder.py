@@ -212,7 +212,7 @@ def check_experience(agent: Any, run: Any) -> None:
 
 
 def open_vault(agent: Any, state: Any, run: Any, folder: Path, script: Path) -> Any:
-    """The experience on disk with --save-experience, otherwise None."""
+    """Opens the experience on disk with --save-experience, otherwise None."""
     if not protocol.saves_experience(agent):
         return None
     from cleanreplay.vault import Vault
@@ -225,7 +225,7 @@ def open_vault(agent: Any, state: Any, run: Any, folder: Path, script: Path) -> 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """In `with`, no other process trains in the folder. UsageError if one does."""
+    """Locks the folder in `with`: no other process trains there. UsageError if one does."""
     with (folder / ".lock").open("a") as file:
         if not disk.lock(file, folder):
             raise UsageError(f"another process trains in {folder}")

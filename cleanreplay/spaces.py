@@ -22,14 +22,14 @@ def of_envs(envs: gym.vector.VectorEnv) -> dict:
 
 
 def entries_of(space: Space) -> dict | None:
-    """The names in a Dict, in its order, each with those in its entry; None for other spaces."""
+    """Lists the names in a Dict, in order, each with those in its entry; None for other spaces."""
     if not isinstance(space, Dict):
         return None
     return {name: entries_of(part) for name, part in space.spaces.items()}
 
 
 def to_json(space: Space) -> dict | None:
-    """A space as JSON."""
+    """Writes a space as JSON."""
     if isinstance(space, Discrete):
         return {"n": int(space.n), "start": int(space.start)}
     if isinstance(space, MultiDiscrete):
@@ -42,13 +42,13 @@ def to_json(space: Space) -> dict | None:
 
 
 def bounds(values: np.ndarray) -> Any:
-    """The bounds of a Box: nested lists, or a number if all are the same."""
+    """Returns the bounds of a Box: nested lists, or a number if all are the same."""
     first = values.flat[0] if values.size > 0 else values.dtype.type(0)
     return first.item() if (values == first).all() else values.tolist()
 
 
 def from_json(about: dict) -> Space:
-    """The space of which `to_json` made this."""
+    """Makes the space of which `to_json` made this."""
     if "n" in about:
         return Discrete(about["n"], start=about["start"])
     if "nvec" in about:

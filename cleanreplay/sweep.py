@@ -49,12 +49,12 @@ class Sweep:
         return len(self.seeds)
 
     def of_agent(self, i: int) -> tuple[dict[str, float], int]:
-        """The values of agent `i`, and its seed."""
+        """Returns the values of agent `i`, and its seed."""
         setting, seed = divmod(i, self.run.num_seeds)
         return self.settings[setting], self.run.seed + seed
 
     def first_left(self) -> int:
-        """The first agent whose numbers are finite."""
+        """Returns the first agent whose numbers are finite."""
         return min(set(range(len(self))) - self.lost)
 
     def about(self) -> dict[str, Any]:
@@ -64,19 +64,19 @@ class Sweep:
         return {"num_agents": len(self), "lost": sorted(self.lost), "swept": swept}
 
     def label(self, i: int) -> str:
-        """What a line calls agent `i`, such as `seed 1` or `gamma=0.99, seed 1`."""
+        """Returns what a line calls agent `i`, such as `seed 1` or `gamma=0.99, seed 1`."""
         values, seed = self.of_agent(i)
         return ", ".join([*in_words(values), f"seed {seed}"])
 
     def folder(self, run_folder: Path, i: int) -> Path:
-        """The folder of agent `i`. Without --sweep the first one has that of the run."""
+        """Returns the folder of agent `i`. Without --sweep the first one has that of the run."""
         values, seed = self.of_agent(i)
         if values:
             return run_folder / ",".join([*in_words(values), f"seed={seed}"])
         return run_folder / f"seed_{seed}" if i > 0 else run_folder
 
     def flags(self, i: int) -> tuple[dict, dict]:
-        """What flags of the experiment, and of the algorithm, agent `i` has of its own.
+        """Returns what flags of the experiment, and of the algorithm, agent `i` has of its own.
 
         A run with these flags trains this agent alone.
         """
@@ -102,18 +102,18 @@ class Sweep:
 
 
 def in_words(values: dict[str, float]) -> list[str]:
-    """Flags with their values, such as gamma=0.99."""
+    """Writes flags with their values, such as gamma=0.99."""
     return [f"{name}={value:g}" for name, value in values.items()]
 
 
 def replace_args(make_agent: partial, values: dict) -> partial:
-    """`make_agent`, whose first argument is Args, with these values of some flags."""
+    """Gives `make_agent`, whose first argument is Args, these values of some flags."""
     args, *rest = make_agent.args
     return partial(make_agent.func, replace(args, **values), *rest, **make_agent.keywords)
 
 
 def make_settings(items: Sequence[str], args: Any) -> list[dict[str, float]]:
-    """The values of each setting; the last item changes fastest. One, without values, of no items.
+    """Lists the values of each setting; the last item changes fastest. One, empty, of no items.
 
     UsageError if a flag is there twice, or a setting.
     """
@@ -132,12 +132,12 @@ def make_settings(items: Sequence[str], args: Any) -> list[dict[str, float]]:
 
 
 def names_in(item: str) -> list[str]:
-    """The flags of an item of --sweep."""
+    """Returns the flags of an item of --sweep."""
     return [name.replace("-", "_") for name in item.partition("=")[0].split(":")]
 
 
 def read_item(item: str, args: Any) -> list[dict[str, float]]:
-    """The points of an item of --sweep, such as gamma=0.9,0.99 or gamma:tau=0.9:1,0.99:0.5."""
+    """Reads the points of an item of --sweep, as gamma=0.9,0.99 or gamma:tau=0.9:1,0.99:0.5."""
     _, equals, right = item.partition("=")
     names = names_in(item)
     points = [point.split(":") for point in right.split(",")]
@@ -165,7 +165,7 @@ def check_name(name: str, args: Any) -> None:
 
 
 def read_value(name: str, text: str, args: Any) -> float:
-    """A value of a flag. UsageError if it is no number, or beyond the limits of the flag."""
+    """Reads a value of a flag. UsageError if it is no number, or beyond the limits of the flag."""
     try:
         value = float(text)
     except ValueError as error:
@@ -175,7 +175,7 @@ def read_value(name: str, text: str, args: Any) -> float:
 
 
 def place(error: Exception) -> str:
-    """The line of a script, or of this package, in which an error was raised."""
+    """Returns the line of a script, or of this package, in which an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "site-packages" not in frame.filename]
     last = (ours or frames)[-1]

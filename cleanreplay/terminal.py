@@ -14,7 +14,7 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 
 @contextmanager
 def noted_signals(stop: list, has_processes: bool) -> Iterator[None]:
-    """In `with`, Ctrl-C, SIGTERM and SIGHUP are appended to `stop`, which ends the run.
+    """Appends Ctrl-C, SIGTERM and SIGHUP to `stop` in `with`, which ends the run.
 
     A second of the same kind ends the process. What was ignored stays ignored, as under nohup.
     """
@@ -83,7 +83,7 @@ class Stream:
 
 
 def give_up_dead_streams() -> None:
-    """From now on, a terminal that is closed or a pipe that nobody reads raises no error."""
+    """Makes a closed terminal, or a pipe that nobody reads, raise no error from now on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Stream):

@@ -97,7 +97,7 @@ def write_origin(folder: Path, begin: int, script: Path) -> None:
 
 
 def read_origin(file: Path) -> list:
-    """What run.json says. A damaged one is moved aside: the run does not depend on it."""
+    """Returns what run.json says. A damaged one is moved aside: the run does not depend on it."""
     try:
         starts = json.loads(file.read_text())
         if isinstance(starts, list):

@@ -67,7 +67,7 @@ def watch(flags: Flags) -> list[float]:
 
 
 def output_of(flags: Flags) -> Path | None:
-    """The file that is written, None for a window. UsageError if it is of no known kind."""
+    """Returns the file that is written, None for a window. UsageError if it is of no known kind."""
     agent = Path(flags.agent)
     if flags.output:
         output = Path(flags.output)
@@ -87,7 +87,7 @@ def output_of(flags: Flags) -> Path | None:
 
 
 def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
-    """An environment, and a function that draws it after an observation [1, ...].
+    """Returns an environment, and a function that draws it after an observation [1, ...].
 
     One that does not render is drawn as the agent sees it. UsageError if that is no image.
     """
@@ -125,7 +125,7 @@ def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
 def play(
     agent: Any, params: Any, envs: Any, seed: int, max_steps: int, draw: Callable
 ) -> tuple[list, float]:
-    """The pictures of an episode of one environment, one more than its steps, and its return."""
+    """Plays an episode of one environment: pictures, one more than its steps, and the return."""
     act = protocol.policy(agent, params)  # with an empty memory
     observation, _ = envs.reset(seed=seed)
     pictures = [draw(observation)]
@@ -141,7 +141,7 @@ def play(
 
 
 def as_picture(observation: Any) -> np.ndarray:
-    """What the agent sees [1, ...] as a picture [H, W, 3] of the newest frame.
+    """Returns what the agent sees [1, ...] as a picture [H, W, 3] of the newest frame.
 
     Grey and coloured images are as they are. Other channels are planes: each has a colour, and the
     last one that is not 0 is seen. Of more planes of uint8, as in stacks, the last is grey.
@@ -156,7 +156,7 @@ def as_picture(observation: Any) -> np.ndarray:
 
 
 def resized(picture: Any) -> np.ndarray:
-    """A picture [H, W, 3] whose pixels are larger if it is a small one."""
+    """Makes the pixels of a small picture [H, W, 3] larger."""
     picture = np.asarray(picture, np.uint8)
     times = max(1, PIXELS // max(picture.shape[:2]))
     return picture.repeat(times, axis=0).repeat(times, axis=1)
@@ -174,7 +174,7 @@ def write(file: Path, frames: list, fps: float) -> None:
 
 
 def main() -> None:
-    """The command line. The exit code is 2 for a usage error."""
+    """Runs the command line. The exit code is 2 for a usage error."""
     try:
         watch(tyro.cli(Flags, description=__doc__))
     except UsageError as error:
