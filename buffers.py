@@ -204,7 +204,7 @@ class Buffer:
 
     @_compiled()
     def init(self, item: PyTree) -> State:
-        """Makes empty storage for items like `item`: arrays or Python scalars of one environment."""
+        """Makes empty storage for items like `item`: arrays or numbers, of one environment."""
         if not tree_leaves(item):
             raise ValueError(f"init: the item has no arrays in it, got {item!r}")
         lead = (self.num_slots, self.envs)
@@ -253,8 +253,9 @@ class Buffer:
         return counters._replace(storage=tree_map(partial(_put, slots), state.storage, rows))
 
     def get(self, state: State, indices: Any) -> PyTree:
-        """Reads what `sample` gave for `indices`, [*indices.shape, ...]; in a circular buffer 0 is the
-        oldest. For an index that is not there (any more): ValueError; inside jit some contents.
+        """Reads what `sample` gave for `indices`: [*indices.shape, ...].
+
+        In a circular buffer 0 is the oldest. For an index that is not there (any more): ValueError; inside jit some contents.
         """
         indices = _as_indices("get", indices)
         self._check_stored("get", state, indices, self.window)
@@ -409,8 +410,8 @@ class Replay(Buffer):
     @_compiled()
     def indices(self, state: State) -> tuple[Array, Array]:
         """Lists the indices of all items, oldest first: indices [max_size] int32 and is_held
-        [max_size] bool, for `get`, `update` and `set_priorities`. The items held come first, then an index
-        of -1 for each place that is still empty. In a clustered buffer this is so for each cluster,
+        [max_size] bool, for `get`, `update` and `set_priorities`. The items held come first, then
+        an index of -1 for each place that is still empty. In a clustered buffer this is so for each cluster,
         one after the other. With `sequence_length` W a window that can be drawn begins at each item
         held but the last (W - 1) * num_envs; with `period` only where index // num_envs (of a
         clustered buffer index // K // num_envs) is a multiple of it.
