@@ -255,7 +255,8 @@ class Buffer:
     def get(self, state: State, indices: Any) -> PyTree:
         """Reads what `sample` gave for `indices`: [*indices.shape, ...].
 
-        In a circular buffer 0 is the oldest. For an index that is not there (any more): ValueError; inside jit some contents.
+        In a circular buffer 0 is the oldest. For an index that is not there (any more): ValueError;
+        inside jit some contents.
         """
         indices = _as_indices("get", indices)
         self._check_stored("get", state, indices, self.window)
@@ -411,10 +412,10 @@ class Replay(Buffer):
     def indices(self, state: State) -> tuple[Array, Array]:
         """Lists the indices of all items, oldest first: indices [max_size] int32 and is_held
         [max_size] bool, for `get`, `update` and `set_priorities`. The items held come first, then
-        an index of -1 for each place that is still empty. In a clustered buffer this is so for each cluster,
-        one after the other. With `sequence_length` W a window that can be drawn begins at each item
-        held but the last (W - 1) * num_envs; with `period` only where index // num_envs (of a
-        clustered buffer index // K // num_envs) is a multiple of it.
+        an index of -1 for each place that is still empty. In a clustered buffer this is so for each
+        cluster, one after the other. With `sequence_length` W a window that can be drawn begins at
+        each item held but the last (W - 1) * num_envs; with `period` only where index // num_envs
+        (of a clustered buffer index // K // num_envs) is a multiple of it.
         """
         _check_state(self, state)
         indices = self._all_indices(state._replace(storage=()))
