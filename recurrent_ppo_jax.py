@@ -349,8 +349,8 @@ class RecurrentPPO:
         if self.num_sequences % args.num_minibatches > 0:
             raise UsageError("num_minibatches must divide num_envs * num_steps / sequence_length")
         carry = np.zeros(args.hidden_size, np.float32)
-        last_action = np.zeros_like(self.actions.encode(self.actions.example[None])[0])
-        memory = (carry, carry, last_action)
+        encoded = jax.eval_shape(self.actions.encode, self.actions.example[None])
+        memory = (carry, carry, np.zeros(encoded.shape[1:], np.float32))
         self.example_step = example_of(observation_space, self.actions.example, memory)
         orthogonal = nn.initializers.orthogonal(2**0.5)
         seen = features_of(observation_space, (args.hidden_size,), init=orthogonal)

@@ -47,13 +47,13 @@ def flags(file: Path) -> str:
             value = about[name].get(flag, default)
             value = tuple(value) if isinstance(value, list) else value
             if value != default:
-                given.append(as_text(flag.replace("_", "-"), value))
+                given.append(as_text(flag.replace("_", "-"), value, default))
     return " ".join(given)
 
 
-def as_text(flag: str, value: Any) -> str:
-    """A flag as on the command line."""
-    if isinstance(value, bool):
+def as_text(flag: str, value: Any, default: Any) -> str:
+    """Writes a flag as on the command line."""
+    if isinstance(default, bool):  # and not True, False or None
         return f"--{flag}" if value else f"--no-{flag}"
     values = value if isinstance(value, tuple) else (value,)
     return " ".join([f"--{flag}", *map(str, values)])

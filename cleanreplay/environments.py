@@ -194,7 +194,7 @@ def before_wrap(envs: gym.vector.VectorEnv) -> Any:
 
 def check_flat(space: gym.Space) -> None:
     """Raises UsageError unless observations can be flattened to a vector of moderate size."""
-    hint = "a wrapper must choose what the network sees, see docs/md"
+    hint = "a wrapper must choose what the network sees, see docs/environments.md"
     what = f"observations {in_one_line(space)}"
     try:
         size = flatdim(space)

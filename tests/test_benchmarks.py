@@ -25,7 +25,7 @@ import replay_buffers
 import returns
 import training
 
-from cleanreplay import flags, policies
+from cleanreplay import policies, read_flags
 
 pytestmark = pytest.mark.benchmarks
 
@@ -436,4 +436,4 @@ def test_the_flags_of_an_agent_are_a_command(file):
     module = policies.import_script(agents.ROOT / script)
     Flags = NamedTuple("Flags", [("experiment", module.Run), ("algorithm", module.Args)])  # noqa: UP014
     given = tyro.cli(Flags, args=tokens, config=[tyro.conf.OmitArgPrefixes])
-    assert given == flags.read_flags(file, module.Run, module.Args)
+    assert given == read_flags(file, module.Run, module.Args)

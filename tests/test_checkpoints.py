@@ -40,7 +40,7 @@ import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import sac_jax
-from cleanreplay import checkpoints, disk, flags, load_policy, protocol, replays
+from cleanreplay import checkpoints, disk, load_policy, protocol, read_flags, replays
 from cleanreplay.run_folder import locked
 from dqn_jax import UsageError
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_has_the_layers_of_the_run(module, flags, run_main, tmp_pa
     assert code == 0, error
     policy = load_policy(folder)
     assert policy(np.zeros((2, 3 if module is sac_jax else 4), np.float32)).shape[0] == 2
-    _, args = flags.read_flags(folder, module.Run, module.Args)
+    _, args = read_flags(folder, module.Run, module.Args)
     assert args.hidden_sizes == (7, 5)
 
 
@@ -392,7 +392,7 @@ def start(folder, *flags):
 
 def resume_to(folder, total_timesteps):
     """Trains the run of DQN in this folder up to so many steps, in this process: its State."""
-    run, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    run, args = read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     args = replace(args, total_timesteps=total_timesteps)
     state, _, _ = dqn_jax.train(args, replace(run, resume=str(folder), eval_episodes=0))
     return state
@@ -470,7 +470,7 @@ def test_sigkill_loses_no_more_than_a_checkpoint_interval(tmp_path):
 
 def newest_checkpoint(folder, module=dqn_jax):
     """The step, the state and the last returns of the newest whole checkpoint of a run."""
-    run, args = flags.read_flags(folder, module.Run, module.Args)
+    run, args = read_flags(folder, module.Run, module.Args)
     agent = make_agent(module, args, run)
     like = jax.jit(agent.init)(jax.random.PRNGKey(0))
     step, state, about = checkpoints.Checkpoints(folder).restore(like)
@@ -745,13 +745,13 @@ def test_flags_that_a_saved_run_lacks_have_their_defaults(saved_run):
     flags = json.loads(file.read_text())
     del flags["run"]["eval_max_steps"], flags["args"]["double_q"]
     file.write_text(json.dumps(flags))
-    run, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    run, args = read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     assert (run.eval_max_steps, args.double_q) == (30_000, False)
 
     flags["args"]["no_such_flag"] = 1
     file.write_text(json.dumps(flags))
     with pytest.raises(UsageError, match="another script, which has no_such_flag"):
-        flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+        read_flags(folder, dqn_jax.Run, dqn_jax.Args)
 
 
 def test_a_flag_that_is_infinite_comes_back_as_it_was(tmp_path):
@@ -760,7 +760,7 @@ def test_a_flag_that_is_infinite_comes_back_as_it_was(tmp_path):
     text = disk.to_json(flags)
     assert "Infinity" not in text
     (tmp_path / "args.json").write_text(text)
-    assert flags.read_flags(tmp_path, ppo_jax.Run, ppo_jax.Args)[1] == args
+    assert read_flags(tmp_path, ppo_jax.Run, ppo_jax.Args)[1] == args
 
 
 def test_a_compiled_run_that_is_saved_before_its_first_episode_ends_goes_on():
@@ -929,7 +929,7 @@ def test_compiled_training_that_diverges_leaves_the_last_good_checkpoint(run_mai
     assert code == 1
 
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "40"]
-    run, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    run, args = read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     like = make_trainer(dqn_jax, args, run).init()
     step, training, _ = checkpoints.Checkpoints(folder).restore(like)
     assert step == 40

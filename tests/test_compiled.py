@@ -26,7 +26,7 @@ from helpers import edited, find_jax_env, make_agent, make_trainer, more, one_li
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import checkpoints, compiled, disk, load_policy
+from cleanreplay import checkpoints, compiled, disk, load_policy, read_flags
 from cleanreplay.compiled import JaxEnvs, RunnerState
 from cleanreplay.sweep import Sweep
 from dqn_jax import DQN, Step
@@ -514,7 +514,7 @@ def train_two(module, flags, **run):
     (training,) = trainings
     assert state is training.agent
     assert returns.shape == (run.num_seeds,)
-    assert flags.read_flags(folder, module.Run, module.Args) == (run, args)
+    assert read_flags(folder, module.Run, module.Args) == (run, args)
 
     folders = agent_folders(folder, run.seed, run.num_seeds)
     assert sorted(folder.glob("seed_*")) == folders[1:]

@@ -18,7 +18,7 @@ from helpers import ROOT, make_trainer, more, read_events
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import checkpoints, flags
+from cleanreplay import checkpoints, read_flags
 
 
 def has_name():
@@ -81,7 +81,7 @@ def train(module, folder, flags, number):
 
 def checkpoint(module, folder):
     """The newest checkpoint, as one process reads it: step, RunnerState, the returns so far."""
-    run, args = flags.read_flags(folder, module.Run, module.Args)
+    run, args = read_flags(folder, module.Run, module.Args)
     like = make_trainer(module, args, run).init()
     step, training, about = checkpoints.Checkpoints(folder).restore(like)
     return step, training, about["returns"]
@@ -138,7 +138,7 @@ def test_four_seeds_in_two_processes(module, tmp_path, monkeypatch):
     assert saved == json.loads((one / "args.json").read_text())
     for folder in (one, two):
         monkeypatch.chdir(folder.parent.parent)
-        run, args = flags.read_flags(folder, module.Run, module.Args)
+        run, args = read_flags(folder, module.Run, module.Args)
         module.train(replace(args, total_timesteps=1_500), replace(run, resume=str(folder)))
     assert checkpoint(module, two)[0] == 1_500
     assert_same_run(module, one, two, **BIT_FOR_BIT)

@@ -23,7 +23,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import UsageError, agent_file, compiled, flags, load_policy
+from cleanreplay import UsageError, agent_file, compiled, load_policy, read_flags
 from cleanreplay.sweep import Sweep, make_settings
 
 ARGS = dqn_jax.Args()
@@ -264,7 +264,7 @@ def test_who_loads_one_agent_of_a_sweep_is_told_where_all_are(four):
 
 
 def test_the_flags_of_an_agent_are_those_of_a_run_that_trains_it_alone(four):
-    own = flags.read_flags(four.folder / "learning_rate=0.01,seed=2", dqn_jax.Run, dqn_jax.Args)
+    own = read_flags(four.folder / "learning_rate=0.01,seed=2", dqn_jax.Run, dqn_jax.Args)
     run = dqn_jax.Run(**CHAIN, seed=2, log_interval=80)
     assert own == (run, dqn_jax.Args(**DQN, learning_rate=0.01))
 

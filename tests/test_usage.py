@@ -24,7 +24,7 @@ import per_dqn_jax
 import ppo_jax
 import r2d2_jax
 import sac_jax
-from cleanreplay import checkpoints, flags
+from cleanreplay import checkpoints, flags, read_flags
 from cleanreplay.environments import make_first
 
 
@@ -147,7 +147,7 @@ def test_numbers_that_are_not_finite_are_named_and_leave_the_last_good_checkpoin
         assert start == f"error: NotFinite-v0: the {name} is not finite in environment 0 at step"
         assert 230 < int(step) < 270
     (folder,) = Path("runs").iterdir()
-    run, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    run, args = read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     agent = make_agent(dqn_jax, args, run)
     init = jax.jit(agent.init)
     step, state, _ = checkpoints.Checkpoints(folder).restore(init(jax.random.PRNGKey(0)))
@@ -285,7 +285,7 @@ def test_what_is_yes_no_or_by_default_is_kept_by_a_resume(value, run_main):
     assert code == 0, err
     folder = out.splitlines()[-1].partition(": mean")[0]
 
-    _, args = flags.read_flags(folder, ppo_jax.Run, ppo_jax.Args)
+    _, args = read_flags(folder, ppo_jax.Run, ppo_jax.Args)
     assert args.normalize_observations is value
 
 
@@ -337,9 +337,9 @@ def test_a_flag_that_the_script_has_dropped_can_be_deleted_from_the_folder():
     file.write_text(json.dumps(saved | {"args": saved["args"] | {"dropped": 3}}))
     said = "which has dropped: if this script had the flags once, delete them from "
     with pytest.raises(dqn_jax.UsageError, match=f"{said}{file}$"):
-        flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+        read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     file.write_text(json.dumps(saved))
-    _, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    _, args = read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     longer = replace(args, total_timesteps=300)
     state, _, _ = dqn_jax.train(longer, replace(run, resume=str(folder)))
     assert state.replay.cursor > 0
