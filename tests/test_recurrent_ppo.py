@@ -200,7 +200,8 @@ def test_a_batch_has_the_log_probabilities_with_which_the_actions_were_drawn(spa
             mean, log_std = np.split(output, 2, axis=-1)
             wanted = scipy.stats.norm(mean, np.exp(log_std)).logpdf(action).sum(axis=-1)
         elif space is MULTI:
-            parts = zip((output[:, 0, :2], output[:, 1]), action.T, strict=True)
+            logits = agent.actions.logits(output)
+            parts = zip((logits[:, 0, :2], logits[:, 1]), action.T, strict=True)
             log_probs = [scipy.special.log_softmax(x, axis=-1)[np.arange(4), a] for x, a in parts]
             wanted = sum(log_probs)
         else:
@@ -329,8 +330,8 @@ def test_the_policy_forgets_where_is_first_says_so_and_nowhere_else(space):
         for t in (0, 1):
             each(x[t])
     remembered, forgot = remembers(x[2]), forgets(x[2])
-    assert (remembered != forgot)[is_first].mean() > 0.03
-    assert (remembered != forgot)[~is_first].mean() > 0.03
+    assert (remembered != forgot)[is_first].mean() > 0.02
+    assert (remembered != forgot)[~is_first].mean() > 0.02
     assert all(space.contains(action) for action in remembered)
     wanted = np.where(is_first, forgot.T, remembered.T).T
     np.testing.assert_array_equal(policy(x[2], is_first), wanted)
