@@ -302,8 +302,6 @@ def test_train_step_is_what_a_plain_loop_gives(flags):
     key = jax.random.PRNGKey(3)
     resetting = np.zeros(3, bool)
     resets = 0
-    # Gradient steps until the target moves.
-    period = {10: 2, 4: 1, 8: 4}[args.target_network_frequency]
     for step in (0, 12, 24, 36):
         rollout, resetting = random_rollout(rng, 4, resetting, garbage=1e6)
         state, acting, metrics = train_step(state, rollout, key, step)
@@ -319,7 +317,8 @@ def test_train_step_is_what_a_plain_loop_gives(flags):
             params, error, value = plain_gradient_step(params, target_params, batch, args.double_q)
             losses = [np.mean(error**2), value.mean()]
             update += 1
-            if update % period == 0:
+            began, ended = [x * 4 // args.gradient_steps for x in (update - 1, update)]
+            if ended // args.target_network_frequency > began // args.target_network_frequency:
                 target_params = args.tau * params + (1 - args.tau) * target_params
             resets += (~valid).sum()
 
@@ -335,23 +334,23 @@ def test_train_step_is_what_a_plain_loop_gives(flags):
 
 
 @fast_at_ends(
-    ("flags", "period"),
+    ("flags", "wanted"),
     [
-        (dict(target_network_frequency=12), 3),
-        (dict(target_network_frequency=12, gradient_steps=2), 6),
-        (dict(target_network_frequency=12, gradient_steps=2, tau=0.25), 6),
-        (dict(target_network_frequency=10, tau=0.25), 2),  # whole gradient steps
-        (dict(target_network_frequency=1), 1),
+        (dict(target_network_frequency=12), [3, 6]),
+        (dict(target_network_frequency=12, gradient_steps=2), [6, 12]),
+        (dict(target_network_frequency=12, gradient_steps=2, tau=0.25), [6, 12]),
+        (dict(target_network_frequency=10, tau=0.25), [3, 5]),  # which reach 10 and 20 steps
+        (dict(target_network_frequency=1), [1, 2]),
     ],
 )
-def test_the_target_moves_at_the_multiples_of_its_period(flags, period):
+def test_the_target_moves_at_the_multiples_of_its_period(flags, wanted):
     agent = linear(dqn_jax, Args(**flags, train_frequency=4, batch_size=8, buffer_size=40))
     state = filled(agent, state_of(agent, [0.5, -0.5], [1.5, 0.5]))
-    moves = moves_of_target(agent, state, last_update=2 * period)
-    assert list(moves) == [period, 2 * period]
+    moves = moves_of_target(agent, state, last_update=wanted[-1])
+    assert list(moves) == wanted
     for old_target, params, target in moves.values():
-        wanted = agent.args.tau * params + (1 - agent.args.tau) * old_target
-        np.testing.assert_allclose(target, wanted, rtol=1e-6)
+        moved = agent.args.tau * params + (1 - agent.args.tau) * old_target
+        np.testing.assert_allclose(target, moved, rtol=1e-6)
 
 
 def test_metrics_are_infinite_without_a_gradient_step_and_finite_with_one():
