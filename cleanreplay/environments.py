@@ -24,7 +24,7 @@ from gymnasium.wrappers.vector import FlattenObservation
 from tqdm import tqdm
 
 from cleanreplay.errors import UsageError
-from cleanreplay.networks import are_images, channels_last
+from cleanreplay.networks import are_images, channels_last, example_of
 from cleanreplay.packed import Packed, Part, pack, unpack
 
 MAX_NUMBERS = 10_000_000  # of an observation that is flattened
@@ -126,7 +126,7 @@ class FrameStack(gym.vector.VectorWrapper):
 
 
 def layout_of(space: gym.Space) -> tuple[Part, ...]:
-    """How observations of a Dict are packed: images first. () if no entry is an image."""
+    """Orders the entries of a Dict as they are packed: images first. () if none is an image."""
     entries = space.spaces if isinstance(space, Dict) else {}
     layout = []
     numbers = {}
@@ -142,11 +142,6 @@ def layout_of(space: gym.Space) -> tuple[Part, ...]:
     return tuple(layout)
 
 
-def example_of(space: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of a batch [1, ...] from a Box."""
-    return jax.ShapeDtypeStruct((1, *space.shape), space.dtype)
-
-
 class Pack(gym.vector.VectorObservationWrapper):
     """Observations are bytes [N, P], which hold those of a Dict with an image."""
 
@@ -157,7 +152,7 @@ class Pack(gym.vector.VectorObservationWrapper):
         self.observation_space = batch_space(self.single_observation_space, envs.num_envs)
 
     def observations(self, observations: Any) -> np.ndarray:
-        """Packs the observations of N"""
+        """Packs the observations of N environments."""
         parts = {part.name: self.entry(part.name, observations) for part in self.layout}
         return pack(parts, self.layout)
 
@@ -269,17 +264,17 @@ def with_hint(error: Exception) -> str:
 
 
 class Successes(gym.vector.VectorWrapper):
-    """Keeps what the environments say of the success of each episode.
+    """Keeps the success of each episode, where the last `info` of an episode has `is_success`.
 
-    `ended` are the successes of the episodes that ended, from the first on that said one, and
-    `first` [N] that of the first episode of each environment. One that says nothing is NaN.
+    `ended` are those of finished episodes, from the first report on, and `first` [N] is that of
+    the first episode of each environment. NaN stands for one that was not reported.
     """
 
     def __init__(self, envs: gym.vector.VectorEnv) -> None:
         super().__init__(envs)
         self.ended: list = []
         self.first = np.full(envs.num_envs, np.nan)
-        self.say_it = False  # whether an `info` had a success so far
+        self.is_reported = False  # whether an `info` has had a success
 
     def __getattr__(self, name: str) -> Any:
         """Returns what the environments have, such as `call` and `set_attr`."""
@@ -291,8 +286,8 @@ class Successes(gym.vector.VectorWrapper):
         """Takes a step of each environment."""
         result = self.env.step(actions)
         info = result[4]
-        if self.say_it or "is_success" in info:
-            self.say_it = True
+        if self.is_reported or "is_success" in info:
+            self.is_reported = True
             self.note(np.asarray(result[2] | result[3]), info)
         return result
 
@@ -308,7 +303,7 @@ class Successes(gym.vector.VectorWrapper):
 
 
 def rate(successes: Any) -> float:
-    """Returns the fraction of episodes that succeeded, NaN if none says it."""
+    """Returns the fraction of episodes that succeeded, NaN if none was reported."""
     said = np.asarray(successes, float)
     said = said[~np.isnan(said)]
     return float(said.mean()) if said.size > 0 else np.nan

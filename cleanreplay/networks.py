@@ -111,6 +111,11 @@ def as_vectors(x: Array) -> Array:
     return x.reshape(x.shape[0], math.prod(x.shape[1:])).astype(jnp.float32)
 
 
+def example_of(space: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of a batch [1, ...] from a Box."""
+    return jax.ShapeDtypeStruct((1, *space.shape), space.dtype)
+
+
 def features_of(space: Any, hidden_sizes: tuple, init: Callable | None) -> tuple:
     """Makes `features` as the scripts need it, and chooses the widths of the layers after it.
 
@@ -123,7 +128,7 @@ def features_of(space: Any, hidden_sizes: tuple, init: Callable | None) -> tuple
     """
     init = init or default_kernel_init
     layout = getattr(space, "layout", ())
-    if not layout and not are_images(jax.ShapeDtypeStruct((1, *space.shape), space.dtype)):
+    if not layout and not are_images(example_of(space)):
         return as_vectors, hidden_sizes
 
     def features(x: Array) -> Array:
