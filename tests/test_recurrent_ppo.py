@@ -322,16 +322,16 @@ def test_continuous_actions_are_drawn_from_the_policy_and_anew_at_each_step():
 @BOTH
 def test_the_policy_forgets_where_is_first_says_so_and_nowhere_else(space):
     agent, state = make(space, normalize_observations=False)
-    params = agent.policy_params(state)
-    policy, remembers, forgets = [protocol.policy(agent, params) for _ in range(3)]
+    large = jax.tree.map(lambda x: 5 * x, agent.policy_params(state))  # what is remembered matters
+    policy, remembers, forgets = [protocol.policy(agent, large) for _ in range(3)]
     x = 3 * np.random.default_rng(0).normal(size=(3, 200, 3)).astype(np.float32)
     is_first = np.arange(200) % 3 == 0
     for each in (policy, remembers):
         for t in (0, 1):
             each(x[t])
     remembered, forgot = remembers(x[2]), forgets(x[2])
-    assert (remembered != forgot)[is_first].mean() > 0.02
-    assert (remembered != forgot)[~is_first].mean() > 0.02
+    assert (remembered != forgot)[is_first].mean() > 0.2
+    assert (remembered != forgot)[~is_first].mean() > 0.2
     assert all(space.contains(action) for action in remembered)
     wanted = np.where(is_first, forgot.T, remembered.T).T
     np.testing.assert_array_equal(policy(x[2], is_first), wanted)
