@@ -414,7 +414,8 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     mode: Any = run.vectorization if training else "sync"  # processes take seconds to start
     if run.vectorization == "auto":  # None: the environment's own vector version, or sync
         mode = "sync" if wrappers else None
-    how = {"context": "forkserver"} if mode == "async" else None  # a fork of JAX can hang
+    start = "spawn" if sys.platform == "win32" else "forkserver"  # a fork of JAX can hang
+    how = {"context": start} if mode == "async" else None
     make = partial(gym.make_vec, run.env_id, num_envs, wrappers=wrappers, **kwargs)
     warnings.filterwarnings("ignore", ".*AutoresetMode")  # the mode is checked below
     module, _, name = run.env_id.rpartition(":")

@@ -45,9 +45,11 @@ def noted_signals(stop: list, has_processes: bool) -> Iterator[None]:
 def ignore_in_processes(numbers: list) -> None:
     """Processes of environments will ignore these signals, which reach a whole group.
 
-    Training needs them until it ends.
+    Training needs them until it ends. Windows has neither such groups nor a fork server.
     """
-    from multiprocessing import forkserver  # not on Windows
+    if sys.platform == "win32":
+        return
+    from multiprocessing import forkserver
 
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)  # inherited by the process that makes them

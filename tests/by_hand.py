@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import network_of
-from jax.flatten_util import ravel_pytree
 
 from dqn_jax import Args, Step
 
@@ -21,12 +19,12 @@ def box(*shape):
     return gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 
-def linear(module, args, features=1, num_actions=2, start=0):
+def linear(module, args, features=1, num_actions=2):
     """The agent of a script, with Q(s, .) = s @ params and plain gradient descent at rate 0.1.
 
-    `params` [features * num_actions] begin as zeros. The environment's actions begin at `start`.
+    `params` [features * num_actions] begin as zeros.
     """
-    agent = module.Agent(args, box(features), gym.spaces.Discrete(num_actions, start=start))
+    agent = module.Agent(args, box(features), gym.spaces.Discrete(num_actions))
     agent.network = SimpleNamespace(
         init=lambda key, observation: jnp.zeros(features * num_actions),
         apply=lambda params, observation: observation @ params.reshape(features, num_actions),
@@ -52,8 +50,8 @@ def filled(agent, state, steps=40):
 def random_rollout(rng, steps, resetting, features=1, garbage=0.0):
     """Steps [steps, N] of environments that end at random, and which of them reset at the next.
 
-    `resetting` [N] says which of them reset at the first. The reward of a step that only resets is
-    0, or `garbage` that should not be looked at.
+    `resetting` [N] says which of them reset at the first. The reward of an autoreset step is 0,
+    or `garbage` that should not be looked at.
     """
     n = len(resetting)
     terminated = np.zeros((steps, n), bool)
@@ -87,7 +85,7 @@ class PlainReplay:
             self.rows.append(jax.tree.map(lambda x, t=t: x[t], rollout))
 
     def transition(self, index, num_envs, n_step, gamma):
-        """Observation, action, reward, discount, next observation; None of one that only resets."""
+        """Observation, action, reward, discount, next observation; None of an autoreset step."""
         row, i = divmod(int(index), num_envs)
         stream = [jax.tree.map(lambda x: x[i], step) for step in self.rows[row : row + n_step + 1]]
         first = stream[0]
@@ -153,99 +151,6 @@ def plain_gradient_step(params, target_params, transitions, double_q=False, weig
     return params - 0.1 * gradient, error, value
 
 
-def when(agent, update):
-    """What a gradient step is told: in SAC its number, else its step and that of the next one."""
-    args = agent.args
-    if not hasattr(args, "start_e"):
-        return (update,)
-    gradient_steps = getattr(args, "gradient_steps", 1)
-    return [x * args.train_frequency // gradient_steps for x in (update - 1, update)]
-
-
-def keys_of_gradient_step(agent, state, key, batch_function="to_transitions"):
-    """The key of the draw from the replay in a gradient step, and that of the batch's function."""
-    keys = []
-    replay, to_batch = agent.replay, getattr(agent, batch_function)
-
-    def sample(state, key, batch_size):
-        keys.append(np.asarray(key))
-        return replay.sample(state, key, batch_size)
-
-    def to_batch_with_key(window, key):
-        keys.append(np.asarray(key))
-        return to_batch(window, key)
-
-    set_priorities = getattr(replay, "set_priorities", None)  # a uniform one has none
-    agent.replay = SimpleNamespace(sample=sample, set_priorities=set_priorities)
-    setattr(agent, batch_function, to_batch_with_key)
-    agent.gradient_step(state, key, *when(agent, 1))
-    of_draw, of_batch = keys
-    return of_draw, of_batch
-
-
-def moves_of_target(agent, state, last_update, online="params", target="target_params"):
-    """What gradient steps 1 to `last_update` do to the target network, for those that change it.
-
-    {update: (old target parameters, online ones, new target ones)}, each as one vector. `online`
-    and `target` are fields of the state.
-    """
-    gradient_step = jax.jit(agent.gradient_step)
-
-    def vector(name):
-        return np.asarray(ravel_pytree(getattr(state, name))[0])
-
-    moves = {}
-    for update in range(1, last_update + 1):
-        old_target, old_params = vector(target), vector(online)
-        state, _ = gradient_step(state, jax.random.PRNGKey(update), *when(agent, update))
-        assert (vector(online) != old_params).any()  # it learns something in every step
-        if (vector(target) != old_target).any():
-            moves[update] = old_target, vector(online), vector(target)
-    return moves
-
-
-def train_without_gradients(module, args):
-    """The steps of all gradient steps of a training in which they do nothing, and its metrics.
-
-    The metrics [iterations] are of an agent whose loss has none.
-    """
-    agent = linear(module, args)
-
-    def gradient_step(state, key, step, next_step):
-        begun, ended = state.params
-        return state._replace(params=(begun.at[step].add(1), ended.at[next_step].add(1))), {}
-
-    agent.gradient_step = gradient_step
-    shape = agent.rollout_shape
-    rollout = jax.tree.map(lambda x: np.zeros(shape + x.shape, x.dtype), agent.example_step)
-    key = jax.random.PRNGKey(0)
-
-    def iterate(state, step):
-        state, _, metrics = agent.train_step(state, rollout, key, step)
-        return state, metrics
-
-    steps = np.arange(0, args.total_timesteps, agent.steps_per_iteration)
-    counts = np.zeros(1 + len(steps) * agent.steps_per_iteration, np.int32)
-    state = agent.init(key)._replace(params=(counts, counts))
-    state, metrics = jax.jit(lambda state: jax.lax.scan(iterate, state, steps))(state)
-    begun, ended = [np.repeat(np.arange(len(x)), x).tolist() for x in state.params]
-    assert begun[1:] == ended[:-1]  # each ends where the next one begins
-    return begun, metrics
-
-
-def metrics_around_the_start(agent, rollout):
-    """Metrics of the iteration before learning starts, and of the first one that learns.
-
-    `learning_starts` is a multiple of the agent's steps per iteration.
-    """
-    key = jax.random.PRNGKey(0)
-    train_step = jax.jit(agent.train_step)
-    start = agent.args.learning_starts
-    state, _, before = train_step(agent.init(key), rollout, key, start - agent.steps_per_iteration)
-    _, _, after = train_step(state, rollout, key, start)
-    return before, after
-
-
 # Flags with which the values of an environment Probe-* (environments.py) are learned in seconds.
 PROBE = Args(
     total_timesteps=4_000,
@@ -260,14 +165,3 @@ PROBE = Args(
     start_e=1.0,
     end_e=1.0,
 )
-
-
-def learned_q(module, env_id, observations, args, **flags):
-    """The State, and Q(s, .) of observations, after training with these flags.
-
-    `flags` stand in place of those in `args`, which may be those of another script.
-    """
-    run = module.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
-    state, _, _ = module.train(module.Args(**vars(args) | flags), run)
-    network = network_of(module, observations)
-    return state, np.asarray(jax.jit(network.apply)(state.params, observations))

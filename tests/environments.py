@@ -1,6 +1,7 @@
 """Environments whose right answers are known, registered with Gymnasium when this is imported."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -48,6 +49,51 @@ class Blind(Counter):
 
     def _observe(self) -> np.ndarray:
         return np.zeros(0, np.float32)
+
+
+class Given(gym.Env):
+    """Observes samples of the space; an episode has `length` steps and ends by termination.
+
+    `reward(env, action)` may look at `env.observation` (the last one) and `env.step_count`.
+    """
+
+    def __init__(
+        self,
+        observation_space: gym.Space = Counter.observation_space,
+        action_space: gym.Space = Counter.action_space,
+        length: int = 4,
+        reward: Callable[[Any, Any], float] = lambda env, action: 1.0,
+    ) -> None:
+        self.observation_space, self.action_space = observation_space, action_space
+        self.length, self.reward = length, reward
+
+    def _observe(self) -> Any:
+        self.observation = self.observation_space.sample()
+        return self.observation
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.step_count = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        assert self.action_space.contains(action)
+        reward = float(self.reward(self, action))
+        self.step_count += 1
+        return self._observe(), reward, self.step_count == self.length, False, {}
+
+
+class Shows(Given):
+    """Shows one observation for ever."""
+
+    def __init__(self, observation_space: gym.Space, shown: Any = None) -> None:
+        super().__init__(observation_space)
+        self.shown = shown
+
+    def _observe(self) -> Any:
+        return self.shown
 
 
 class Probe(gym.Env):
@@ -204,6 +250,13 @@ def same_step(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
 
 
 gym.register("Blind-v0", Blind)
+same = gym.spaces.Box(0.5, 0.5, (2,), np.float32)  # all samples of it are equal
+for name, space, reward in (
+    ("Once-v0", gym.spaces.Discrete(2), lambda env, action: action),
+    ("OnceBox-v0", gym.spaces.Box(-1.0, 1.0, (1,), np.float32), lambda env, action: action[0]),
+):
+    kwargs = dict(observation_space=same, action_space=space, length=1, reward=reward)
+    gym.register(name, Given, kwargs=kwargs, disable_env_checker=True)
 gym.register("Counter-v0", Counter)
 gym.register("CounterSameStep-v0", vector_entry_point=same_step)
 gym.register("VectorOnly-v0", vector_entry_point=counters)
@@ -298,33 +351,22 @@ class Masked(FuncEnv):
         return jnp.bool_(False)
 
 
-def make_masked(**kwargs: Any) -> FunctionalJaxEnv:
-    return FunctionalJaxEnv(Masked(), metadata={"render_modes": []}, **kwargs)
+def make_jax(env: FuncEnv, **kwargs: Any) -> FunctionalJaxEnv:
+    """Makes the Gymnasium environment of one written in JAX."""
+    return FunctionalJaxEnv(env, metadata={"render_modes": []}, **kwargs)
 
 
-def make_answers(**kwargs: Any) -> FunctionalJaxEnv:
-    return FunctionalJaxEnv(Answers(), metadata={"render_modes": []}, **kwargs)
+def make_jax_vector(env: FuncEnv, num_envs: int, **kwargs: Any) -> FunctionalJaxVectorEnv:
+    """Makes its vector version."""
+    return FunctionalJaxVectorEnv(env, num_envs, **kwargs)
 
 
-def make_chain(**kwargs: Any) -> FunctionalJaxEnv:
-    return FunctionalJaxEnv(Chain(), metadata={"render_modes": []}, **kwargs)
+UNCHECKED = {"max_episode_steps": 9, "disable_env_checker": True}
 
 
-def make_chains(num_envs: int, **kwargs: Any) -> FunctionalJaxVectorEnv:
-    return FunctionalJaxVectorEnv(Chain(), num_envs, **kwargs)
-
-
-unchecked = {"max_episode_steps": 9, "disable_env_checker": True}
-gym.register("Chain-v0", make_chain, **unchecked)
-gym.register("Answers-v0", make_answers, **unchecked)
-gym.register("Masked-v0", make_masked, **unchecked)
-gym.register("ChainVector-v0", vector_entry_point=make_chains, **unchecked)
-gym.register(
-    "ChainWrapped-v0",
-    make_chain,
-    **unchecked,
-    additional_wrappers=(gym.wrappers.TimeAwareObservation.wrapper_spec(),),
-)
+def register_jax(env_id: str, env: FuncEnv, **options: Any) -> None:
+    """Registers an environment written in JAX; its episodes have at most 9 steps."""
+    gym.register(env_id, partial(make_jax, env), **UNCHECKED | options)
 
 
 class ChainOfNumbers(Chain):
@@ -332,13 +374,6 @@ class ChainOfNumbers(Chain):
 
     def terminal(self, state, rng, params=None):
         return jnp.int32(state == 4)
-
-
-def make_chain_of_numbers(**kwargs: Any) -> FunctionalJaxEnv:
-    return FunctionalJaxEnv(ChainOfNumbers(), metadata={"render_modes": []}, **kwargs)
-
-
-gym.register("ChainOfNumbers-v0", make_chain_of_numbers, **unchecked)
 
 
 class ChainOfCells(Chain):
@@ -350,21 +385,17 @@ class ChainOfCells(Chain):
         return state
 
 
-def make_chain_of_cells(**kwargs: Any) -> FunctionalJaxEnv:
-    return FunctionalJaxEnv(ChainOfCells(), metadata={"render_modes": []}, **kwargs)
-
-
-def make_chains_of_cells(num_envs: int, **kwargs: Any) -> FunctionalJaxVectorEnv:
-    return FunctionalJaxVectorEnv(ChainOfCells(), num_envs, **kwargs)
-
-
-gym.register(
-    "ChainOfCells-v0", make_chain_of_cells, vector_entry_point=make_chains_of_cells, **unchecked
-)
-
-
 def make_tenfold(**kwargs: Any) -> gym.Env:
-    return gym.wrappers.TransformReward(make_chain(**kwargs), lambda reward: 10 * reward)
+    return gym.wrappers.TransformReward(make_jax(Chain(), **kwargs), lambda reward: 10 * reward)
 
 
-gym.register("ChainTenfold-v0", make_tenfold, **unchecked)
+time_aware = gym.wrappers.TimeAwareObservation.wrapper_spec()
+register_jax("Chain-v0", Chain())
+register_jax("Answers-v0", Answers())
+register_jax("Masked-v0", Masked())
+register_jax("ChainOfNumbers-v0", ChainOfNumbers())
+register_jax("ChainWrapped-v0", Chain(), additional_wrappers=(time_aware,))
+cells = ChainOfCells()
+register_jax("ChainOfCells-v0", cells, vector_entry_point=partial(make_jax_vector, cells))
+gym.register("ChainVector-v0", vector_entry_point=partial(make_jax_vector, Chain()), **UNCHECKED)
+gym.register("ChainTenfold-v0", make_tenfold, **UNCHECKED)

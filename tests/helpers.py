@@ -1,35 +1,42 @@
 """What several test files share: flags and results of short runs; items and settings of buffers."""
 
 import importlib.util
+import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import chdir, closing, redirect_stdout
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import buffers
-from cleanreplay import compiled, jax_envs, policies, spaces
+from cleanreplay import agent_file, checkpoints, compiled, disk, jax_envs, policies, spaces
+from cleanreplay.flags import read_flags
+from cleanreplay.run_folder import RunFolder
 
 # ---------------------------------------------------------------------------------------- all tests
 
 # Cases of a parameter, see the markers in pyproject.toml.
 slow = partial(pytest.param, marks=pytest.mark.slow)
-more = partial(pytest.param, marks=pytest.mark.more)
+more = pytest.param
 
 
 def fast_at_ends(names, cases, **options):
@@ -45,6 +52,31 @@ def fast_at_ends(names, cases, **options):
 SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
 SMALL_PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=1, update_epochs=1)
 COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
+# Of DQN, with two checkpoints and an agent that was evaluated.
+COUNTED = COUNTER | SMALL_DQN | dict(buffer_size=400, num_envs=2, n_step=3, gamma=0.5)
+COUNTED |= dict(hidden_sizes=(7, 5), checkpoint_interval=100, eval_episodes=1)
+
+# Of two agents in a compiled program.
+CHAINED = COUNTER | SMALL_DQN | dict(env_id="environments:Chain-v0", num_envs=4, num_seeds=2)
+CHAINED |= dict(total_timesteps=320, log_interval=80, checkpoint_interval=160, buffer_size=200)
+
+# Runs of two checkpoints that a resume continues bit for bit: episodes of one step, which end where
+# it saves, and actions that do not depend on whether an iteration was learned from already.
+ONCE = COUNTER | dict(env_id="environments:Once-v0", total_timesteps=40, checkpoint_interval=20)
+ONCE |= dict(learning_starts=10, batch_size=4, buffer_size=30, end_e=1.0)
+ONCE_PPO = COUNTER | SMALL_PPO | dict(total_timesteps=60, checkpoint_interval=32, num_envs=2)
+ONCE_PPO |= dict(env_id="environments:OnceBox-v0")
+ONCE_SAC = dict(env_id="environments:OnceBox-v0", train_frequency=10, policy_lr=0.0)
+ONCE_R2D2 = dict(num_envs=1, train_frequency=10, learning_rate=0.0, hidden_size=8, period=2)
+ONCE_R2D2 |= dict(burn_in=2, train_length=4, n_step=1)
+SHORT = {
+    "dqn_jax": ONCE | dict(target_network_frequency=20),
+    "per_dqn_jax": ONCE,
+    "ppo_jax": ONCE_PPO,
+    "r2d2_jax": ONCE | ONCE_R2D2,
+    "recurrent_ppo_jax": ONCE_PPO | dict(sequence_length=4),
+    "sac_jax": {name: x for name, x in ONCE.items() if name != "end_e"} | ONCE_SAC,
+}
 
 
 def one_line(result, code=2):
@@ -83,6 +115,81 @@ def network_of(script, observations, num_actions=2, **flags):
     return script.Agent(script.Args(**flags), space, gym.spaces.Discrete(num_actions)).network
 
 
+class SavedRun(NamedTuple):
+    """A run that `saved_run` made. Tests share its folder: change that of `copied()`."""
+
+    script: Any
+    args: Any
+    run: Any
+    state: Any
+    returns: Any
+    folder: Path
+
+    def copied(self):
+        """The same run in a folder of its own, and with flags that resume it."""
+        folder = Path("runs", self.folder.name).absolute()
+        shutil.copytree(self.folder, folder)
+        return self._replace(folder=folder, run=replace(self.run, resume=str(folder)))
+
+    def train(self, **flags):
+        """Resumes it, or trains it anew, with some flags changed: the run that it becomes."""
+        args, run = flags_of(self.script, **vars(self.args) | vars(self.run) | flags)
+        return SavedRun(self.script, args, run, *self.script.train(args, run))
+
+    def agent(self, **flags):
+        """Its agent, with some flags of the algorithm changed."""
+        return make_agent(self.script, replace(self.args, **flags), self.run)
+
+
+def flags_of(script, **flags):
+    """Args and Run of a script, whose flags have different names."""
+    names = flags.keys() & {field.name for field in fields(script.Run)}
+    run = {name: flags.pop(name) for name in names}
+    return script.Args(**flags), script.Run(**run)
+
+
+def only_run(parent="."):
+    """The folder of the only run below this one."""
+    (folder,) = Path(parent, "runs").absolute().iterdir()
+    return folder
+
+
+def newest_checkpoint(folder, script):
+    """The step, the State and what else is known about the newest checkpoint of a run."""
+    run, args = read_flags(folder, script.Run, script.Args)
+    like = jax.jit(make_agent(script, args, run).init)(jax.random.PRNGKey(0))
+    return checkpoints.Checkpoints(folder).restore(like)
+
+
+def gradient_steps(state):
+    """How many Adam has taken."""
+    return int(optax.tree_utils.tree_get(state.opt_state, "count"))
+
+
+@cache
+def saved_run(script, **flags):
+    """Trains with these flags of both kinds, or without any those of SHORT: once a process."""
+    args, run = flags_of(script, **flags or SHORT[script.__name__])
+    with chdir(tempfile.mkdtemp(prefix="saved_", dir=".")):
+        return SavedRun(script, args, run, *script.train(args, run))
+
+
+def save_agent(script, env_id=COUNTER["env_id"], change=lambda params: None, **flags):
+    """Writes an untrained agent as the best one of a run in the working directory.
+
+    Returns the agent and the parameters of its policy. `change` may change a State's `params`.
+    """
+    args, run = flags_of(script, env_id=env_id, **flags)
+    agent = make_agent(script, args, run)
+    state = jax.tree.map(np.array, jax.jit(agent.init)(jax.random.PRNGKey(0)))
+    change(getattr(state, "params", None))
+    folder = RunFolder(agent, run, Path(), script.__file__, [], spaces_of(script, args, run))
+    Path("args.json").write_text(disk.to_json(folder.about))
+    best = agent_file.BestAgent(Path(), folder.about)
+    best.save_if_better(100, folder.policy_part(state), 1.0)
+    return agent, agent.policy_params(state)
+
+
 def spaces_of(script, args, run):
     """What args.json has of the spaces of a run."""
     with closing(script.make_envs(args, run, 1)) as envs:
@@ -101,6 +208,25 @@ def make_trainer(script, args, run):
         spaces = envs.single_observation_space, envs.single_action_space
         jax_env = jax_envs.find_jax_env(envs, run)
     return compiled.Trainer(partial(script.Agent, args, *spaces), jax_env, run)
+
+
+def train_compiled(script, args, run, folder, stop=None):
+    """Trains in a compiled program, in a folder: what is left of it, and what it printed."""
+    seen = {}
+    printed = io.StringIO()
+    train_loop = compiled.train_loop
+
+    def keep(trainer, *rest):
+        runner, returns = train_loop(trainer, *rest)
+        seen.update(trainer=trainer, runner=runner)
+        return runner, returns
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(compiled, "train_loop", keep)
+        state, returns, folder = script.train(args, run, stop)
+    seen.update(state=state, returns=returns, folder=folder, printed=printed.getvalue())
+    return SimpleNamespace(**seen)
 
 
 def edited(script, *replaced):
@@ -164,6 +290,20 @@ def flip_a_bit(file, name):
     file.write_bytes(data)
 
 
+def replace_in(file, old, new):
+    """Replaces some bytes in a file, once."""
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+
+
+# What happens to a file of arrays, and a word of the reason that an error gives then.
+DAMAGE = {
+    "replaced": (lambda file: file.write_bytes(b"damaged"), "Error"),
+    "empty": (lambda file: file.write_bytes(b""), "Error"),
+    "cut off": (lambda file: file.write_bytes(file.read_bytes()[:-5]), "Error"),
+    "a word": (lambda file: replace_in(file, b"total_timesteps", b"total_timestepz"), "checksum"),
+}
+
+
 def read_events(folder):
     """Scalars {tag: [(step, value), ...]} and the text of `hyperparameters`, "" if it has none."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
@@ -176,6 +316,11 @@ def read_events(folder):
 
 
 # ------------------------------------------------------------------------------------------ buffers
+
+
+def logged_steps(folder, tag="charts/SPS"):
+    """The steps at which a run has points in a chart."""
+    return [step for step, _ in read_events(folder)[0].get(tag, [])]
 
 
 def examples(percent):
@@ -333,11 +478,6 @@ def describe(value):
     if value.factory is buffers.prioritised_replay:
         name += "-prioritised"
     return name
-
-
-def both(*windows):
-    """These `Windows` of uniform replay, and then the same ones of prioritised replay."""
-    return [*windows, *(each.prioritised() for each in windows)]
 
 
 def batches(*lengths):

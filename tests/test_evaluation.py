@@ -2,52 +2,35 @@
 
 import signal
 from contextlib import closing
+from functools import cache
 
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from environments import Chain
-from gymnasium.envs.functional_jax_env import FunctionalJaxEnv
-from helpers import (
-    COUNTER,
-    SMALL_DQN,
-    fast_at_ends,
-    find_jax_env,
-    make_agent,
-    make_trainer,
-    read_events,
-)
+from environments import Chain, Given, register_jax
+from helpers import COUNTER, SMALL_DQN, flags_of, make_agent, make_trainer, read_events
 
 import dqn_jax
 import ppo_jax
 from cleanreplay import compiled, experiment
+from cleanreplay.checkpoints import steps_in
 
-STEPS = 200  # of an episode
+STEPS = 100  # of an episode
 REWARDS = (0.0, 1.0, 1000.0)  # of the actions: a return tells how often each was taken
+ONES = gym.spaces.Box(1.0, 1.0, (1,), np.float32)  # an observation that says nothing
+ACTIONS = gym.spaces.Discrete(3)
 
 
-class Counting(gym.Env):
-    """An observation that says nothing."""
-
-    observation_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
-    action_space = gym.spaces.Discrete(3)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.step_count = 0
-        return np.ones(1, np.float32), {}
-
-    def step(self, action):
-        self.step_count += 1
-        over = self.step_count == STEPS
-        return np.ones(1, np.float32), REWARDS[action], False, over, {}
+class Counting(Given):
+    def __init__(self):
+        super().__init__(ONES, ACTIONS, STEPS, lambda env, action: REWARDS[action])
 
 
 class CountingInJax(Chain):
-    observation_space = Counting.observation_space
-    action_space = Counting.action_space
+    observation_space = ONES
+    action_space = ACTIONS
 
     def observation(self, state, rng, params=None):
         return jnp.ones(1)
@@ -59,40 +42,43 @@ class CountingInJax(Chain):
         return jnp.bool_(False)
 
 
-def make_counting(**kwargs):
-    return FunctionalJaxEnv(CountingInJax(), metadata={"render_modes": []}, **kwargs)
-
-
 gym.register("Counting-v0", Counting, disable_env_checker=True)
-gym.register("CountingInJax-v0", make_counting, max_episode_steps=STEPS, disable_env_checker=True)
+register_jax("CountingInJax-v0", CountingInJax(), max_episode_steps=STEPS)
+BOTH = pytest.mark.parametrize("env_id", ["Counting-v0", "CountingInJax-v0"])
+SHORT = dict(env_id="Counting-v0", total_timesteps=20, learning_starts=19, batch_size=1)
+SHORT |= dict(buffer_size=100, log_interval=10)
 
 
-def policy_params(agent, layer, output):
-    """Those of an agent with this output of its last layer, whatever it observes."""
-    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
-    params = jax.tree.map(np.array, state.params)
-    params["params"][layer]["kernel"][:] = 0
-    params["params"][layer]["bias"][:] = output
-    return agent.policy_params(state._replace(params=params))
+@cache
+def evaluation(script, args, run):
+    """The agent of a run, and what plays episodes with its parameters: their returns."""
+    agent = make_agent(script, args, run)
+    if run.env_id == "Counting-v0":
+        return agent, lambda params: play(agent, run, params)
+    evaluate = jax.jit(make_trainer(script, args, run).evaluate_one)
+    return agent, lambda params: evaluate(params)[0]
 
 
-def play(module, agent, run, params, episodes, stop=()):
-    """The returns of the first episodes of so many environments."""
-    with closing(module.make_envs(agent.args, run, episodes)) as envs:
+def play(agent, run, params, stop=()):
+    with closing(dqn_jax.make_envs(agent.args, run, run.eval_episodes)) as envs:
         return experiment.play_episodes(agent, run, params, envs, stop)
 
 
-def count_actions(module, args, layer, output, **flags):
+def params_of(agent, output):
+    """Those of a policy with this output of its last layer, whatever it observes."""
+    state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+    params = jax.tree.map(np.array, state.params)
+    layer = params["params"].get("q") or params["params"]["actor"]
+    layer["kernel"][:] = 0
+    layer["bias"][:] = output
+    return agent.policy_params(state._replace(params=params))
+
+
+def count_actions(script, output, **flags):
     """How often each action was taken in 20 episodes [20, 3], from their returns."""
-    run = module.Run(eval_episodes=20, **flags)
-    agent = make_agent(module, args, run)
-    params = policy_params(agent, layer, output)
-    if find_jax_env(module, args, run):
-        returns, over, _ = jax.jit(make_trainer(module, args, run).evaluate_one)(params)
-        assert np.all(over)
-    else:
-        returns = play(module, agent, run, params, 20)
-    twos, ones = np.divmod(np.asarray(returns, np.int64), 1000)
+    agent, evaluate = evaluation(script, *flags_of(script, eval_episodes=20, **flags))
+    returns = np.asarray(evaluate(params_of(agent, output)), np.int64)
+    twos, ones = np.divmod(returns, 1000)
     return np.stack([STEPS - ones - twos, ones, twos], axis=1)
 
 
@@ -104,73 +90,89 @@ def assert_shares(counts, shares):
     assert len(np.unique(counts, axis=0)) > 10
 
 
-BOTH = pytest.mark.parametrize("env_id", ["Counting-v0", "CountingInJax-v0"])
-DQN_HEAD = "q"
-PPO_HEAD = "actor"
+@BOTH
+@pytest.mark.parametrize("script", [dqn_jax, ppo_jax])
+@pytest.mark.parametrize("best", [0, 2])
+def test_the_best_actions_are_taken_by_default(env_id, script, best):
+    counts = count_actions(script, np.eye(3)[best], env_id=env_id)
+
+    np.testing.assert_array_equal(counts, [STEPS * np.eye(3)[best]] * 20)
 
 
 @BOTH
-@fast_at_ends("best", range(3))
-def test_the_best_actions_are_taken_by_default(env_id, best):
-    for module, head in ((dqn_jax, DQN_HEAD), (ppo_jax, PPO_HEAD)):
-        counts = count_actions(module, module.Args(), head, np.eye(3)[best], env_id=env_id)
-        np.testing.assert_array_equal(counts, [STEPS * np.eye(3)[best]] * 20)
+@pytest.mark.parametrize(("start_e", "end_e", "total"), [(0.5, 0.25, 99_999), (0, 1, 2**31 - 1)])
+def test_dqn_explores_with_the_epsilon_of_the_end(env_id, start_e, end_e, total):
+    """Also after the most steps that int32 holds."""
+    flags = dict(start_e=float(start_e), end_e=float(end_e), total_timesteps=total)
+    counts = count_actions(dqn_jax, [1, 0, 0], env_id=env_id, eval_explores=True, **flags)
 
-
-@BOTH
-@pytest.mark.parametrize("end_e", [1.0, 0.25])
-def test_dqn_explores_with_the_epsilon_that_training_ends_with(env_id, end_e):
-    args = dqn_jax.Args(start_e=0.5, end_e=end_e)
-    flags = dict(env_id=env_id, eval_explores=True)
-    counts = count_actions(dqn_jax, args, DQN_HEAD, [1, 0, 0], **flags)
     assert_shares(counts, [1 - end_e * 2 / 3, end_e / 3, end_e / 3])
-
-
-@BOTH
-def test_an_evaluation_after_the_most_steps_that_int32_holds_explores_as_at_the_end(env_id):
-    args = dqn_jax.Args(total_timesteps=2**31 - 1, start_e=0.0, end_e=1.0)
-    flags = dict(env_id=env_id, eval_explores=True)
-    counts = count_actions(dqn_jax, args, DQN_HEAD, [1, 0, 0], **flags)
-    assert_shares(counts, [1 / 3] * 3)
 
 
 @BOTH
 def test_ppo_draws_actions_from_its_policy(env_id):
     shares = [0.1, 0.2, 0.7]
-    flags = dict(env_id=env_id, eval_explores=True)
-    counts = count_actions(ppo_jax, ppo_jax.Args(), PPO_HEAD, np.log(shares), **flags)
+    counts = count_actions(ppo_jax, np.log(shares), env_id=env_id, eval_explores=True)
+
     assert_shares(counts, shares)
 
 
-def test_an_evaluation_of_training_explores_if_asked_to():
-    """An agent that always takes action 0 would have a return of 0."""
-    args = dqn_jax.Args(
-        total_timesteps=20, learning_starts=19, batch_size=1, buffer_size=100, end_e=1.0
-    )
-    run = dqn_jax.Run(env_id="Counting-v0", eval_episodes=2, eval_explores=True)
-    _, _, folder = dqn_jax.train(args, run)
-    ((step, score),) = read_events(folder)[0]["eval/episodic_return"]
-    twos, ones = divmod(score, 1000)
-    assert step == 20
-    assert 40 < twos < 95
-    assert score not in (STEPS, STEPS * 1000.0, 0.0)
+@BOTH
+def test_an_evaluation_cuts_its_episodes_off(env_id, capsys):
+    run = dqn_jax.Run(env_id=env_id, eval_episodes=3, eval_max_steps=50)
+    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
+    params = params_of(agent, [0, 1, 0])
+    if env_id == "Counting-v0":
+        returns = play(agent, run, params)
+    else:
+        of_one_agent = jax.tree.map(lambda x: x[None], params)
+        (returns,), _ = make_trainer(dqn_jax, dqn_jax.Args(), run).evaluate(of_one_agent)
+
+    assert "an evaluation cuts off episodes after 50 steps" in capsys.readouterr().out
+    np.testing.assert_array_equal(returns, [50, 50, 50])
+
+
+class Uneven(Given):
+    """Its first episode has 2, 3 or 4 steps, with rewards of 1."""
+
+    def reset(self, *, seed=None, options=None):
+        self.length = self.length if seed is None else 2 + seed % 3
+        return super().reset(seed=seed)
+
+
+gym.register("Uneven-v0", Uneven, disable_env_checker=True)
+
+
+def test_a_return_is_that_of_the_first_episode():
+    run = dqn_jax.Run(env_id="Uneven-v0", eval_episodes=3)
+    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
+
+    assert sorted(play(agent, run, params_of(agent, [0, 1, 0]))) == [2, 3, 4]
+
+
+def test_a_signal_ends_episodes_after_the_step_that_is_made():
+    run = dqn_jax.Run(env_id="Counting-v0", eval_episodes=3)
+    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
+    returns = play(agent, run, params_of(agent, [0, 1, 0]), [signal.SIGTERM])
+
+    np.testing.assert_array_equal(returns, [1, 1, 1])
 
 
 @BOTH
-def test_an_evaluation_logs_mean_median_lowest_and_highest_return(env_id, monkeypatch):
+def test_an_evaluation_logs_statistics_of_the_returns(env_id, monkeypatch):
     returns = np.array([3.0, 0.0, 10.0, 1.0])
     monkeypatch.setattr(experiment, "play_episodes", lambda *args, **kwargs: returns)
     monkeypatch.setattr(compiled.Trainer, "evaluate", lambda *args: [returns[None]] * 2)
-    args = dqn_jax.Args(total_timesteps=20, learning_starts=19, batch_size=1, buffer_size=100)
-    run = dqn_jax.Run(env_id=env_id, eval_episodes=4, log_interval=10)
-    _, _, folder = dqn_jax.train(args, run)
+    flags = SHORT | dict(env_id=env_id, eval_episodes=4)
+    _, _, folder = dqn_jax.train(*flags_of(dqn_jax, **flags))
+
     charts, _ = read_events(folder)
     got = [charts[f"eval/{name}"] for name in ("episodic_return", "median", "min", "max")]
     assert got == [[(20, 3.5)], [(20, 2.0)], [(20, 0.0)], [(20, 10.0)]]
 
 
-def test_a_signal_in_an_evaluation_ends_the_run_with_the_iteration_after_it(monkeypatch):
-    """The evaluation at step 50, after 60 steps, would take 200. One more rollout is collected."""
+def test_a_signal_in_an_evaluation_ends_the_run(monkeypatch):
+    """The evaluation at step 50, after 60 steps, would take 100. One more rollout is collected."""
     stop = []
     made = []
     step = Counting.step
@@ -182,39 +184,17 @@ def test_a_signal_in_an_evaluation_ends_the_run_with_the_iteration_after_it(monk
         return step(self, action)
 
     monkeypatch.setattr(Counting, "step", signal_in_the_evaluation)
-    args = dqn_jax.Args(total_timesteps=100, learning_starts=19, batch_size=1, buffer_size=100)
-    run = dqn_jax.Run(env_id="Counting-v0", eval_interval=50, eval_episodes=1)
-    _, _, folder = dqn_jax.train(args, run, stop)
+    flags = SHORT | dict(total_timesteps=100, eval_interval=50, eval_episodes=1)
+    _, _, folder = dqn_jax.train(*flags_of(dqn_jax, **flags), stop)
+
     assert len(made) == 77
     assert "eval/episodic_return" not in read_events(folder)[0]
     assert not (folder / "best.safetensors").exists()
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["60"]
+    assert steps_in(folder) == [60]
 
 
-def test_a_signal_ends_the_first_episodes_after_the_step_that_is_made():
-    run = dqn_jax.Run(env_id="Counting-v0")
-    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
-    params = policy_params(agent, DQN_HEAD, [0, 1, 0])
-    returns = play(dqn_jax, agent, run, params, 3, stop=[signal.SIGTERM])
-    np.testing.assert_array_equal(returns, [1, 1, 1])  # after one step
-
-
-@BOTH
-def test_an_evaluation_cuts_its_episodes_off(env_id, capsys):
-    run = dqn_jax.Run(env_id=env_id, eval_episodes=3, eval_max_steps=50)
-    args = dqn_jax.Args()
-    agent = make_agent(dqn_jax, args, run)
-    params = policy_params(agent, DQN_HEAD, [0, 1, 0])
-    if find_jax_env(dqn_jax, args, run):
-        of_one_agent = jax.tree.map(lambda x: x[None], params)
-        (returns,), _ = make_trainer(dqn_jax, args, run).evaluate(of_one_agent)
-    else:
-        returns = play(dqn_jax, agent, run, params, 3)
-    assert "an evaluation cuts off episodes after 50 steps" in capsys.readouterr().out
-    np.testing.assert_array_equal(returns, [50, 50, 50])
-
-
-def test_the_code_of_a_user_gets_the_parameters_and_the_returns(monkeypatch):
+@pytest.mark.parametrize(("episodes", "returns"), [(2, [3.0, 3.0]), (0, [])])
+def test_the_code_of_a_user_gets_parameters_and_returns(episodes, returns, monkeypatch):
     """Of an ordinary run, when an evaluation is due; without episodes there are no returns."""
     seen = []
 
@@ -223,10 +203,8 @@ def test_the_code_of_a_user_gets_the_parameters_and_the_returns(monkeypatch):
             seen.append((step, jax.tree.map(np.array, params), returns.tolist()))
 
     monkeypatch.setattr(dqn_jax, "Log", Noted)
-    args = dqn_jax.Args(**SMALL_DQN)
-    for episodes, returns in ((2, [3.0, 3.0]), (0, [])):
-        run = dqn_jax.Run(**COUNTER | dict(eval_episodes=episodes), eval_interval=120)
-        state, _, _ = dqn_jax.train(args, run)
-        assert [(step, got) for step, _, got in seen] == [(120, returns), (200, returns)]
-        jax.tree.map(np.testing.assert_array_equal, seen[-1][1], state.params)
-        seen.clear()
+    flags = COUNTER | SMALL_DQN | dict(eval_episodes=episodes, eval_interval=120)
+    state, _, _ = dqn_jax.train(*flags_of(dqn_jax, **flags))
+
+    assert [(step, got) for step, _, got in seen] == [(120, returns), (200, returns)]
+    jax.tree.map(np.testing.assert_array_equal, seen[-1][1], state.params)

@@ -1,81 +1,58 @@
-"""How often an environment is made before the first step, and what is asked of which one."""
+"""How often environments are made, and which one is asked for the rewards of goals."""
 
 import threading
 import time
 
 import environments
 import gymnasium as gym
-import jax
 import numpy as np
 import pytest
-from gymnasium.envs.classic_control import cartpole
-from gymnasium.envs.phys2d.cartpole import CartPoleJaxEnv
-from helpers import SMALL_DQN, SMALL_PPO
 
 import dqn_jax
 import ppo_jax
 import sac_jax
-from cleanreplay import replays
+from cleanreplay import compiled, goals
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """The number of environments of each class that were made, and of those that are open."""
-    count = {"made": 0, "open": 0}
+    """All vector environments that are made."""
+    made = []
+    make_vec = gym.make_vec
 
-    def counted(cls):
-        init, close = cls.__init__, cls.close
+    def note(*args, **kwargs):
+        made.append(make_vec(*args, **kwargs))
+        return made[-1]
 
-        def count_init(self, *args, **kwargs):
-            count["made"] += 1
-            count["open"] += 1
-            self.is_counted = True
-            init(self, *args, **kwargs)
-
-        def count_close(self, *args, **kwargs):
-            count["open"] -= self.is_counted  # it may be closed twice
-            self.is_counted = False
-            close(self, *args, **kwargs)
-
-        monkeypatch.setattr(cls, "__init__", count_init)
-        monkeypatch.setattr(cls, "close", count_close)
-
-    for cls in (cartpole.CartPoleEnv, cartpole.CartPoleVectorEnv, CartPoleJaxEnv):
-        counted(cls)
-    counted(environments.Reach)
-    return count
+    monkeypatch.setattr(gym, "make_vec", note)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("script", "num_envs", "vectorization", "expected"),
+    ("script", "args", "run", "sizes"),
     [
-        (dqn_jax, 1, "auto", 1 + 1),
-        (ppo_jax, 3, "auto", 1 + 3),
-        (ppo_jax, 4, "auto", 1 + 1),  # one vector environment
-        (ppo_jax, 4, "sync", 1 + 4),
+        (dqn_jax, {}, {}, [1, 1]),
+        (ppo_jax, {"num_envs": 4}, {"vectorization": "sync"}, [1, 4]),
+        (ppo_jax, {}, {"env_id": "phys2d/CartPole-v1"}, [1]),  # compiled
+        # One for the goals, which is open until the run ends.
+        (sac_jax, {"her_fraction": 0.5}, {"env_id": "environments:Reach-v0"}, [1, 1, 1]),
     ],
 )
-def test_an_ordinary_run_makes_one_environment_and_those_that_train(
-    script, num_envs, vectorization, expected, made
+def test_one_environment_is_made_before_those_that_train(
+    script, args, run, sizes, made, monkeypatch
 ):
-    flags = SMALL_DQN if script is dqn_jax else SMALL_PPO
-    run = script.Run(vectorization=vectorization, eval_episodes=0, checkpoint_interval=0)
-    script.train(script.Args(**flags | dict(num_envs=num_envs)), run)
-    assert made == {"made": expected, "open": 0}
+    closed = []
 
+    def train_loop(*_):
+        closed.extend(envs.unwrapped.closed for envs in made)
 
-def test_a_compiled_run_makes_one_environment(made):
-    run = ppo_jax.Run(env_id="phys2d/CartPole-v1", eval_episodes=2, checkpoint_interval=0)
-    ppo_jax.train(ppo_jax.Args(**SMALL_PPO), run)
-    assert made == {"made": 1, "open": 0}
+    monkeypatch.setattr(script, "train_loop", train_loop)
+    monkeypatch.setattr(compiled, "train_loop", lambda _, runner, returns, *__: (runner, returns))
+    script.train(script.Args(**args), script.Run(**run, checkpoint_interval=0))
 
-
-def test_goals_have_an_environment_of_their_own_that_is_open_until_the_run_ends(made):
-    flags = dict(total_timesteps=60, learning_starts=40, batch_size=8, hidden_sizes=(8,))
-    args = sac_jax.Args(**flags, her_fraction=0.5)
-    run = sac_jax.Run(env_id="environments:Reach-v0", eval_episodes=0, checkpoint_interval=0)
-    sac_jax.train(args, run)
-    assert made == {"made": 3, "open": 0}
+    assert [envs.num_envs for envs in made] == sizes
+    assert closed == ([True] + [False] * (len(sizes) - 1)) * (len(sizes) > 1)
+    assert all(envs.unwrapped.closed for envs in made)
 
 
 class Threshold(environments.Reach):
@@ -92,7 +69,7 @@ class Threshold(environments.Reach):
         Threshold.inside += 1
         Threshold.most = max(Threshold.most, Threshold.inside)
         try:
-            time.sleep(0.001)
+            time.sleep(0.01)
             far = np.linalg.norm(np.asarray(achieved_goal - desired_goal), axis=-1)
             return (far <= self.radius).astype(np.float32)
         finally:
@@ -102,35 +79,26 @@ class Threshold(environments.Reach):
 gym.register("Threshold-v0", Threshold)
 
 
-def test_goals_are_asked_of_an_environment_that_was_reset_in_one_thread_at_a_time():
-    args = sac_jax.Args(batch_size=8, her_fraction=0.5)
+def test_goals_are_asked_after_a_reset_in_one_thread_at_a_time():
+    args = sac_jax.Args(her_fraction=0.5)
     run = sac_jax.Run(env_id="Threshold-v0")
 
     def make_envs(num_envs):
         return sac_jax.make_envs(args, run, num_envs)
 
     first = make_envs(1)
-    options = replays.options(args, first, make_envs)
+    found = goals.find_goals(args, first, make_envs)
     first.close()
-    spaces = first.single_observation_space, first.single_action_space
-    agent = sac_jax.SAC(args, *spaces, **options)
-    state = agent.init(jax.random.PRNGKey(0))
-    rows = jax.tree.map(
-        lambda x: np.zeros((50, args.num_envs, *np.shape(x)), np.asarray(x).dtype),
-        agent.example_step,
-    )
-    replay = agent.replay.add_batch(state.replay, rows._replace(valid=~rows.valid))
-    state = state._replace(replay=replay)
-
-    def sample(seed):
-        key = jax.random.PRNGKey(seed)
-        rewards = agent.replay.sample(state.replay, key, 8).experience.reward
-        np.testing.assert_array_equal(rewards[:4, 0], np.ones(4))
-
-    threads = [threading.Thread(target=sample, args=(seed,)) for seed in range(4)]
+    goal = np.zeros((4, 2), np.float32)
+    rewards = []
+    threads = [
+        threading.Thread(target=lambda: rewards.append(found.rewards(goal, goal))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    found.close()
+
     assert Threshold.most == 1
-    replays.close(agent.replay)
+    np.testing.assert_array_equal(rewards, np.ones((4, 4)))

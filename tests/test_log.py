@@ -3,14 +3,12 @@
 import math
 from types import SimpleNamespace
 
-import environments  # noqa: F401  registers the environments
-import jax.numpy as jnp
 import numpy as np
-from by_hand import linear, random_rollout
+from by_hand import random_rollout
 from helpers import read_events
 
 import dqn_jax
-from dqn_jax import Args, Run
+from dqn_jax import Run
 
 
 def make_log(tmp_path, num_envs, total_timesteps=1_000):
@@ -20,26 +18,6 @@ def make_log(tmp_path, num_envs, total_timesteps=1_000):
     log = dqn_jax.Log(agent, Run(), tmp_path, stop=[])
     log.open(first_step=0)
     return log
-
-
-def test_the_episodes_of_counter_are_counted(tmp_path):
-    """They last 2, 3, 4, 5, 2, ... steps, with rewards 1, 2, ...; a step between them resets."""
-    agent = linear(dqn_jax, Args(num_envs=2, train_frequency=10), features=3, num_actions=3)
-    envs = dqn_jax.make_envs(agent.args, Run(env_id="Counter-v0"), 2)
-    observation, _ = envs.reset(seed=0)
-    state = (observation, np.ones(2, bool))
-    unfinished = []
-    with make_log(tmp_path, num_envs=2) as log:
-        for _ in range(5):
-            rollout, state = dqn_jax.collect_rollout(agent, envs, jnp.zeros(9), state, None, 0)
-            log.count_episodes(0, rollout)
-            unfinished.append(log.unfinished[:, 0].tolist())
-    envs.close()
-    returns, lengths = np.transpose(log.ended).tolist()
-    assert lengths == [2, 2, 3, 3, 4, 4, 5, 5, 2, 2, 3, 3]
-    assert returns == [3, 3, 6, 6, 10, 10, 15, 15, 3, 3, 6, 6]
-    # They end at step 2, 6, 11, 17, 20 and 24.
-    assert unfinished == [[3, 2], [6, 3], [6, 3], [0, 0], [0, 0]]
 
 
 def test_episodes_are_counted_as_in_a_plain_loop(tmp_path):
@@ -60,11 +38,12 @@ def test_episodes_are_counted_as_in_a_plain_loop(tmp_path):
                     episodes.append(totals[:, i].tolist())
                     totals[:, i] = 0
             np.testing.assert_array_equal(log.unfinished, totals)
+
     assert len(episodes) > 100
     assert np.array(log.ended).tolist() == episodes
 
 
-def test_a_log_entry_has_means_of_what_was_counted_since_the_last_one(tmp_path):
+def test_an_entry_has_means_of_what_was_counted_since(tmp_path):
     """And no chart of episodes if none ended, and no number that is not finite."""
     with make_log(tmp_path, num_envs=1) as log:
         log.ended += [(1.0, 4.0), (2.0, 4.0), (6.0, 7.0)]
@@ -85,19 +64,20 @@ def test_a_log_entry_has_means_of_what_was_counted_since_the_last_one(tmp_path):
     assert list(log.recent_returns) == [6, *[10] * 99]
 
 
-def test_an_iteration_is_logged_where_its_interval_is_crossed_and_at_the_end(tmp_path):
+def test_an_entry_is_made_at_each_interval_and_at_the_end(tmp_path):
+    ends = range(300, 2_401, 300)
     with make_log(tmp_path, num_envs=30, total_timesteps=2_200) as log:
-        is_over = [
-            log.end_iteration(end, None, None, {"end": end}) for end in range(300, 2_401, 300)
-        ]
+        is_over = [log.end_iteration(end, None, None, {"end": end}) for end in ends]
+
     assert is_over == [False] * 7 + [True]
     points = read_events(tmp_path)[0]["end"]
     assert [step for step, _ in points] == [1_200, 2_100, 2_400]
 
 
-def test_a_run_is_over_when_a_signal_came_and_its_last_iteration_is_logged(tmp_path):
+def test_the_iteration_of_a_signal_is_the_last_and_logged(tmp_path):
     with make_log(tmp_path, num_envs=1) as log:
         assert not log.end_iteration(10, None, None, {"end": 10})
         log.stop.append(15)
         assert log.end_iteration(20, None, None, {"end": 20})
+
     assert read_events(tmp_path)[0]["end"] == [(20, 20)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,68 +12,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    COUNTER,
-    SMALL_DQN,
-    fast_at_ends,
-    make_agent,
-    more,
-    one_line,
-    read_events,
-    spaces_of,
-)
+from helpers import COUNTER, SMALL_DQN, flags_of, make_agent, read_events, saved_run, spaces_of
+from test_experience import EXPERIENCE
 
 import buffers
 import dqn_jax
 import per_dqn_jax
 import sac_jax
-from cleanreplay import checkpoints, disk, offline, replays
+from cleanreplay import UsageError, checkpoints, disk, flags, offline, replays
 from cleanreplay.vault import Vault
 
 ROWS = 30  # of the data
 COUNTER_RUN = dqn_jax.Run(**COUNTER)
+MINARI = pytest.mark.filterwarnings("ignore")  # it warns of its own code
 
 
-def step_of(agent, number):
-    """A step of one environment, of which `number` is observed."""
-    observation = np.full(agent.example_step.observation.shape, number, np.float32)
-    return agent.example_step._replace(observation=observation, valid=np.True_)
+def steps_of(agent, numbers, **leaves):
+    """Steps of one environment, of which these numbers are observed; other leaves are given."""
+    steps = jax.tree.map(lambda x: np.stack([x] * len(numbers)), agent.example_step)
+    steps.observation.T[:] = numbers
+    return steps._replace(valid=np.ones(len(numbers), bool), **leaves)
 
 
-def vault_with(agent, path, num_envs=None, first=1_000):
-    """A vault of ROWS steps of each environment, numbered from `first` on."""
-    replay = buffers.uniform_replay(ROWS * (num_envs or 1), num_envs=num_envs)
-    rows = [step_of(agent, first + t) for t in range(ROWS)]
-    steps = jax.tree.map(lambda *x: np.stack(x), *rows)
+def write_steps(agent, steps, num_envs=None, about=None):
+    """Writes steps [rows], or [rows, N], to a vault `data`."""
+    replay = buffers.uniform_replay(len(steps.valid) * (num_envs or 1), num_envs=num_envs)
+    vault = Vault("data", agent.example_step, num_envs, about=about)
+    vault.write(replay.add_batch(replay.init(agent.example_step), steps))
+
+
+def write_data(script, run=COUNTER_RUN, num_envs=None, about=None, **leaves):
+    """Writes ROWS steps of each environment, numbered from 1,000 on."""
+    agent = make_agent(script, script.Args(), run)
+    steps = steps_of(agent, np.arange(1_000, 1_000 + ROWS), **leaves)
     if num_envs:
         steps = jax.tree.map(lambda x: np.stack([x] * num_envs, axis=1), steps)
-    state = replay.add_batch(replay.init(agent.example_step), steps)
-    vault = Vault(path, agent.example_step, num_envs)
-    vault.write(state)
-    return vault
+    write_steps(agent, steps, num_envs, about)
 
 
-def agent_with(script, place, **flags):
-    """An agent for Counter-v0, and its State with the data."""
-    args = script.Args(**SMALL_DQN | flags, offline_data=str(place))
-    agent = make_agent(script, args, COUNTER_RUN, **replays.options(args, None, None))
+def agent_with(script, run=COUNTER_RUN, offline_data="data", **flags):
+    """An agent, and its State with the data and 20 steps of its own."""
+    args = script.Args(**SMALL_DQN | flags, offline_data=offline_data)
+    agent = make_agent(script, args, run, **replays.options(args, None, None))
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
-    rows = [step_of(agent, t) for t in range(20)]
-    steps = jax.tree.map(lambda *x: np.stack(x)[:, None], *rows)
+    steps = jax.tree.map(lambda x: x[:, None], steps_of(agent, np.arange(20)))
     state = state._replace(replay=agent.replay.add_batch(state.replay, steps))
-    return agent, replays.with_data(state, partial(offline.read, agent, COUNTER_RUN, {}))
+    return agent, replays.with_data(state, partial(offline.read, agent, run, {}))
 
 
-@pytest.fixture
-def place():
-    """A vault of single items."""
-    vault_with(make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN), "data")
-    return "data"
-
-
-@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax])
-def test_a_part_of_each_batch_is_of_the_data(script, place):
-    agent, state = agent_with(script, place, offline_fraction=0.25, n_step=3)
+@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax, sac_jax])
+def test_a_part_of_each_batch_is_of_the_data(script):
+    run = sac_jax.Run(env_id="Pendulum-v1") if script is sac_jax else COUNTER_RUN
+    write_data(script, run)
+    agent, state = agent_with(script, run, offline_fraction=0.25, n_step=3)
     draw = jax.jit(lambda state, key: agent.replay.sample(state.replay, key, 8))
     seen = set()
     for seed in range(50):
@@ -87,159 +79,87 @@ def test_a_part_of_each_batch_is_of_the_data(script, place):
     assert seen == {*range(1_000, 1_000 + ROWS - 3)}
 
 
-def test_what_is_drawn_of_the_data_has_the_weight_1_and_changes_no_priority(place):
-    agent, state = agent_with(per_dqn_jax, place)
-    seen = []
+def test_data_have_the_weight_1_and_no_priorities():
+    """They are as many as it likes, and so each of them is drawn rarely."""
+    write_data(per_dqn_jax, num_envs=1_000)
+    agent, state = agent_with(per_dqn_jax)
 
     def loss(params, target_params, batch, weights):
-        seen.append(np.asarray(weights))
         value = params["params"]["q_0"]["bias"].sum()  # some gradient
-        return value, ({}, jnp.arange(8.0))
+        return value, ({"weights": weights}, jnp.arange(8.0) + 2)
 
     agent.loss = loss
-    with jax.disable_jit():
-        state = state._replace(replay=agent.replay.set_priorities(state.replay, [3], [50.0]))
-        before = state.replay.data
-        state, _ = agent.gradient_step(state, jax.random.PRNGKey(1), 0, 10)
-    (weights,) = seen
-    np.testing.assert_array_equal(weights[4:], 1)
-    assert (np.asarray(weights[:4]) < 1).any()
-    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(state.replay.data), strict=True):
+    step = jax.jit(agent.gradient_step)
+    _, metrics = step(state, jax.random.PRNGKey(1), 0, 10)
+    np.testing.assert_array_equal(metrics["weights"], 1)  # all priorities are alike
+    state = state._replace(replay=agent.replay.set_priorities(state.replay, [3], [50.0]))
+    after, metrics = step(state, jax.random.PRNGKey(1), 0, 10)
+    np.testing.assert_array_equal(metrics["weights"][4:], 1)
+    assert (metrics["weights"][:4] < 1).any()
+    priorities = agent.replay.priorities(after.replay, np.arange(20))
+    assert {5} <= set(np.rint(priorities).tolist()) <= {0, 1, 2, 3, 4, 5, 50}
+    for x, y in zip(after.replay.data.storage, state.replay.data.storage, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
-def test_data_do_not_change_the_weights_of_the_replay():
-    """They are as many as it likes, and so each of them is drawn rarely."""
-    agent = make_agent(per_dqn_jax, per_dqn_jax.Args(), COUNTER_RUN)
-    vault_with(agent, "data", num_envs=1_000)
-    agent, state = agent_with(per_dqn_jax, "data")
-    seen = []
-    given = agent.loss
-
-    def loss(params, target_params, batch, weights):
-        seen.append(np.asarray(weights))
-        return given(params, target_params, batch, weights)
-
-    agent.loss = loss
-    with jax.disable_jit():
-        agent.gradient_step(state, jax.random.PRNGKey(1), 0, 10)
-    np.testing.assert_array_equal(seen[0], 1)  # all priorities are alike
-
-
-@fast_at_ends("num_envs", [None, 1, 3])
+@pytest.mark.parametrize("num_envs", [None, 3])
 def test_a_vault_has_single_items_or_steps_of_environments(num_envs):
-    agent = make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN)
-    vault_with(agent, "data", num_envs)
-    _, state = agent_with(dqn_jax, "data")
+    write_data(dqn_jax, num_envs=num_envs)
+    _, state = agent_with(dqn_jax)
+
     numbers = np.asarray(state.replay.data.storage.observation)[..., 0]
     expected = np.repeat(np.arange(1_000, 1_000 + ROWS)[:, None], num_envs or 1, axis=1)
     np.testing.assert_array_equal(numbers, expected)
 
 
-def test_a_run_learns_from_the_experience_of_another_and_keeps_none_of_it():
-    args = dqn_jax.Args(**SMALL_DQN, save_experience=True)
-    _, _, source = dqn_jax.train(args, COUNTER_RUN)
-    name = os.path.relpath(source)
-    args = dqn_jax.Args(**SMALL_DQN, offline_data=name)
-    state, _, folder = dqn_jax.train(args, COUNTER_RUN)
-    assert state.replay.data.storage.valid.shape == (200, 1)
-    held = jax.tree.map(lambda x: np.asarray(x)[-100:], state.replay.data.storage)
-    vault = Vault(source / "experience").read(100, 200)
-    np.testing.assert_array_equal(held.observation, vault["observation"])
+def test_with_clip_rewards_signs_of_their_rewards_are_learned():
+    write_data(dqn_jax, reward=np.linspace(-5, 5, ROWS, dtype=np.float32))
+    agent, state = agent_with(dqn_jax, clip_rewards=True)
+
+    sample = agent.replay.sample(state.replay, jax.random.PRNGKey(0), 8)
+    transitions = agent.to_transitions(sample.experience, jax.random.PRNGKey(1))
+    assert set(np.asarray(transitions.reward)[4:].tolist()) == {-1, 1}
+
+
+def test_steps_of_another_environment_are_said(capsys):
+    write_data(dqn_jax, about={"env_id": "Other-v0"})
+    agent_with(dqn_jax, n_step=ROWS - 1)  # they are just enough for a sequence
+
+    said = capsys.readouterr().out
+    assert "data has steps of Other-v0, and this run is in environments:Counter-v0" in said
+    assert f"50% of each batch is from data, which has {ROWS} steps" in said
+
+
+def test_a_run_learns_from_another_and_is_resumed_anywhere(monkeypatch):
+    source = saved_run(dqn_jax, **EXPERIENCE).copied()
+    args, run = flags_of(dqn_jax, **SMALL_DQN, **COUNTER)
+    state, _, folder = dqn_jax.train(
+        replace(args, offline_data=os.path.relpath(source.folder)), run
+    )
+    vault = Vault(source.folder / "experience").read(0, 200)
+    held = np.asarray(state.replay.data.storage.observation)
+    np.testing.assert_array_equal(held, vault["observation"])
     saved = disk.open_file(checkpoints.newest(folder))
     assert not [name for name in saved.shapes if "/data/" in name]
-    assert json.loads((folder / "args.json").read_text())["args"]["offline_data"] == str(source)
+    about = json.loads((folder / "args.json").read_text())
+    assert about["args"]["offline_data"] == str(source.folder)
 
-
-def test_a_resumed_run_has_the_data_from_any_folder(place, tmp_path, monkeypatch, run_main):
-    flags = ["--env-id", "environments:Counter-v0", "--log-interval", "20", "--eval-episodes", "0"]
-    flags += [f"--{name.replace('_', '-')}={value}" for name, value in SMALL_DQN.items()]
-    code, out, err = run_main(dqn_jax, *flags, "--offline-data", place)
-    assert code == 0, err
-    folder = out.splitlines()[-1].partition(": mean")[0]
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    resume = ["--resume", folder, "--total-timesteps"]
-    code, out, err = run_main(dqn_jax, *resume, "300")
-    assert code == 0, err
-    assert f"50% of each batch is from {tmp_path / place}, which has {ROWS} steps" in out
-    assert "offline_data must stay" in one_line(
-        run_main(dqn_jax, *resume, "400", "--offline-data=")
-    )
+    monkeypatch.chdir("/")
+    run, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
+    run = replace(run, resume=str(folder))
+    with pytest.raises(UsageError, match="offline_data must stay"):
+        dqn_jax.train(replace(args, offline_data=""), run)
+    state, _, _ = dqn_jax.train(replace(args, total_timesteps=220), run)
+    np.testing.assert_array_equal(state.replay.data.storage.observation, held)
 
 
 def test_each_agent_of_a_sweep_has_the_data():
-    sweep = ("gamma=0.5,0.6",)
-    run = dqn_jax.Run(
-        env_id="environments:Chain-v0", sweep=sweep, log_interval=100, eval_episodes=0
-    )
-    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
-    vault_with(agent, "data", num_envs=2)
-    args = dqn_jax.Args(**SMALL_DQN, offline_data="data")
-    state, _, folder = dqn_jax.train(args, run)
+    every = dict(log_interval=100, eval_episodes=0, checkpoint_interval=0)
+    run = dqn_jax.Run(env_id="environments:Chain-v0", sweep=("gamma=0.5,0.6",), **every)
+    write_data(dqn_jax, dqn_jax.Run(env_id="environments:Chain-v0"), num_envs=2)
+    state, _, _ = dqn_jax.train(dqn_jax.Args(**SMALL_DQN, offline_data="data"), run)
+
     assert state.replay.data.storage.observation.shape == (2, ROWS, 2, 5)
-    longer = dqn_jax.Args(**SMALL_DQN | {"total_timesteps": 400}, offline_data="data")
-    dqn_jax.train(longer, dqn_jax.Run(**vars(run) | {"resume": str(folder)}))
-
-
-def refusal(run_main, *flags, script=dqn_jax):
-    """The one line about data."""
-    more = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL_DQN.items()]
-    line = one_line(run_main(script, "--env-id", "environments:Counter-v0", *more, *flags))
-    assert line.startswith("error: offline_")
-    return line
-
-
-def test_a_run_without_experience_is_refused(run_main):
-    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), COUNTER_RUN)
-    line = refusal(run_main, "--offline-data", str(folder))
-    assert "holds no vault: a run has one with --save-experience" in line
-
-
-def test_steps_of_another_shape_are_refused(run_main):
-    agent = make_agent(dqn_jax, dqn_jax.Args(), dqn_jax.Run())
-    vault_with(agent, "data")
-    line = refusal(run_main, "--offline-data", "data")
-    assert "observation is float32[1, 4] there, and float32[1, 3] is needed" in line
-
-
-def test_a_damaged_vault_is_refused(run_main, place):
-    file = Path(place, "vault.json")
-    file.write_bytes(file.read_bytes().replace(b'"rows": 30', b'"rows": 31'))
-    assert "its checksum is another" in refusal(run_main, "--offline-data", place)
-
-
-def test_actions_that_the_run_has_not_are_refused(run_main):
-    agent = make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN)
-    item = step_of(agent, 0)._replace(action=np.int32(3))
-    replay = buffers.uniform_replay(ROWS)
-    items = jax.tree.map(lambda x: np.stack([x] * ROWS), item)
-    Vault("data", item).write(replay.add_batch(replay.init(item), items))
-    line = refusal(run_main, "--offline-data", "data")
-    assert "has actions from 3 to 3, and this run has 3" in line
-
-
-def test_fewer_rows_than_a_window_are_refused(run_main, place):
-    assert f"has {ROWS} rows, too few" in refusal(run_main, "--offline-data", place, "--n-step=30")
-
-
-@pytest.mark.parametrize("fraction", ["1", "0", "0.01"])
-def test_a_fraction_that_leaves_nothing_is_refused(run_main, place, fraction):
-    line = refusal(run_main, "--offline-data", place, "--offline-fraction", fraction)
-    assert "must leave at least one of batch_size" in line
-
-
-def test_steps_of_another_environment_are_said(place, capsys):
-    vault = Vault("other", step_of(make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN), 0))
-    vault.about = {"env_id": "Other-v0"}
-    replay = buffers.uniform_replay(ROWS)
-    item = step_of(make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN), 0)
-    items = jax.tree.map(lambda x: np.stack([x] * ROWS), item)
-    vault.write(replay.add_batch(replay.init(item), items))
-    agent_with(dqn_jax, "other")
-    said = "other has steps of Other-v0, and this run is in environments:Counter-v0"
-    assert said in capsys.readouterr().out
 
 
 def minari_dataset(env, name, actions, cut=False):
@@ -259,20 +179,36 @@ def minari_dataset(env, name, actions, cut=False):
     return dataset
 
 
-@pytest.fixture
-def minari_folder(tmp_path, monkeypatch):
-    """Where datasets are."""
+def pendulum_dataset(*forces):
+    """A dataset with these forces in each of its episodes."""
+    actions = [np.array([x], np.float32) for x in forces]
+    minari_dataset(gym.make("Pendulum-v1"), "test/data-v0", actions)
+    return np.stack(actions)
+
+
+def read_minari(script, env_id):
+    """The agent of a run, and the Steps of the dataset test/data-v0 as it reads them."""
+    args = script.Args(offline_data="minari:test/data-v0")
+    run = script.Run(env_id=env_id)
+    agent = make_agent(script, args, run)
+    entries = spaces_of(script, args, run).get("entries")
+    data = offline.of_minari(agent, agent.example_step, args.offline_data, entries)
+    return agent, data.storage
+
+
+@pytest.fixture(autouse=True)
+def _minari_folder(tmp_path, monkeypatch):
+    """Datasets are in the folder of the test."""
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_dataset_of_minari_is_read_with_the_ends_of_its_episodes(minari_folder):
-    dataset = minari_dataset(gym.make("CartPole-v1"), "test/cart-v0", [0, 1] * 50, cut=True)
-    args = dqn_jax.Args(**SMALL_DQN, offline_data="minari:test/cart-v0")
-    agent = make_agent(dqn_jax, args, dqn_jax.Run())
-    steps = offline.of_minari(agent, agent.example_step, args.offline_data, None).storage
+@MINARI
+def test_a_dataset_of_minari_is_read_with_its_ends():
+    dataset = minari_dataset(gym.make("CartPole-v1"), "test/data-v0", [0, 1] * 50, cut=True)
+    _, steps = read_minari(dqn_jax, "CartPole-v1")
     first, second = dataset.iterate_episodes()
     rows = len(first) + 1
+
     np.testing.assert_array_equal(steps.observation[:rows, 0], np.float32(first.observations))
     np.testing.assert_array_equal(steps.observation[rows:, 0], np.float32(second.observations))
     np.testing.assert_array_equal(steps.action[: rows - 1, 0], first.actions)
@@ -284,29 +220,23 @@ def test_a_dataset_of_minari_is_read_with_the_ends_of_its_episodes(minari_folder
     np.testing.assert_array_equal(steps.reward[:, 0], valid)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_actions_of_a_box_are_stored_between_minus_1_and_1(minari_folder):
-    actions = [np.array([x], np.float32) for x in (-2.0, -1.0, 0.0, 0.5, 2.0)]
-    minari_dataset(gym.make("Pendulum-v1"), "test/pendulum-v0", actions)
-    args = sac_jax.Args(offline_data="minari:test/pendulum-v0")
-    agent = make_agent(sac_jax, args, sac_jax.Run())
-    steps = offline.of_minari(agent, agent.example_step, args.offline_data, None).storage
-    stored = np.asarray(steps.action)[:5, 0, 0]
-    np.testing.assert_allclose(stored, [-1, -0.5, 0, 0.25, 1], atol=1e-6)
-    back = agent.to_env_action(np.asarray(steps.action)[:5, 0])
-    np.testing.assert_allclose(back, np.stack(actions), atol=1e-6)
+@MINARI
+def test_actions_of_a_box_are_stored_between_minus_1_and_1():
+    actions = pendulum_dataset(-2.0, -1.0, 0.0, 0.5, 2.0)
+    agent, steps = read_minari(sac_jax, "Pendulum-v1")
+
+    stored = np.asarray(steps.action)[:5, 0]
+    np.testing.assert_allclose(stored[:, 0], [-1, -0.5, 0, 0.25, 1], atol=1e-6)
+    np.testing.assert_allclose(agent.to_env_action(stored), actions, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_dict_is_flattened_in_the_order_of_its_space(minari_folder):
+@MINARI
+def test_a_dict_is_flattened_in_the_order_of_its_space():
     """That of the environment: Minari keeps the entries in the order of the alphabet."""
     env = gym.wrappers.TimeLimit(environments.Reach(), 9)
-    dataset = minari_dataset(env, "test/reach-v0", [np.array([0.5, -0.5], np.float32)] * 9)
-    run = sac_jax.Run(env_id="environments:Reach-v0")
-    args = sac_jax.Args(offline_data="minari:test/reach-v0")
-    agent = make_agent(sac_jax, args, run)
-    entries = spaces_of(sac_jax, args, run)["entries"]
-    steps = offline.of_minari(agent, agent.example_step, args.offline_data, entries).storage
+    dataset = minari_dataset(env, "test/data-v0", [np.array([0.5, -0.5], np.float32)] * 9)
+    _, steps = read_minari(sac_jax, "environments:Reach-v0")
+
     seen = next(iter(dataset.iterate_episodes())).observations
     space = environments.Reach.observation_space
     row = {name: seen[name][3] for name in space.spaces}
@@ -314,77 +244,73 @@ def test_a_dict_is_flattened_in_the_order_of_its_space(minari_folder):
     np.testing.assert_array_equal(steps.observation[3, 0], gym.spaces.flatten(space, row))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_dataset_that_is_not_there_is_refused(minari_folder, run_main):
-    pytest.importorskip("minari")
-    line = refusal(run_main, "--offline-data", "minari:test/nothing-v0")
-    assert "minari:test/nothing-v0 cannot be loaded: " in line
+def damaged():
+    """A vault whose file was changed."""
+    write_data(dqn_jax)
+    file = Path("data", "vault.json")
+    file.write_bytes(file.read_bytes().replace(b'"rows": 30', b'"rows": 31'))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_dataset_with_fewer_numbers_in_an_action_is_refused(minari_folder):
-    minari_dataset(gym.make("Pendulum-v1"), "test/pendulum-v0", [np.zeros(1, np.float32)] * 3)
-    agent = make_agent(sac_jax, sac_jax.Args(), sac_jax.Run(env_id="environments:Reach-v0"))
-    with pytest.raises(dqn_jax.UsageError, match="offline_data: the data have "):
-        offline.of_minari(agent, agent.example_step, "minari:test/pendulum-v0", None)
+def written(*args, **options):
+    """Writes data like these."""
+    return lambda: write_data(dqn_jax, *args, **options)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_dataset_of_other_actions_is_refused(minari_folder):
-    minari_dataset(gym.make("Pendulum-v1"), "test/pendulum-v0", [np.zeros(1, np.float32)] * 3)
-    agent = make_agent(dqn_jax, dqn_jax.Args(), dqn_jax.Run())
-    with pytest.raises(dqn_jax.UsageError, match="offline_data: the data have actions Box"):
-        offline.of_minari(agent, agent.example_step, "minari:test/pendulum-v0", None)
+OTHER_SHAPE = "observation is float32.1, 4. there, and float32.1, 3. is needed"
+# What makes the data, the flags, and a word of the error.
+MISTAKES = {
+    "no vault": (lambda: None, {}, "data holds no vault: a run has one"),
+    "another shape": (written(dqn_jax.Run()), {}, OTHER_SHAPE),
+    "damaged": (damaged, {}, "checksum"),
+    "too large": (written(action=np.full(ROWS, 3, np.int32)), {}, "actions from 3 to 3, .* has 3"),
+    "negative": (written(action=np.full(ROWS, -1, np.int32)), {}, "actions from -1 to -1"),
+    "too few rows": (written(), {"n_step": 30}, "has 30 rows"),
+    "no replay": (written(), {"offline_fraction": 1.0}, "batch_size"),
+    "no data": (written(), {"offline_fraction": 0.0}, "batch_size"),
+    "nearly none": (written(), {"offline_fraction": 0.01}, "batch_size"),
+    "no dataset": (lambda: None, {"offline_data": "minari:test/no-v0"}, "no-v0 cannot be|pip"),
+}
 
 
-def test_with_clip_rewards_the_signs_of_their_rewards_are_learned():
-    agent = make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN)
-    item = step_of(agent, 0)
-    replay = buffers.uniform_replay(ROWS)
-    items = jax.tree.map(lambda x: np.stack([x] * ROWS), item)
-    items = items._replace(reward=np.linspace(-5, 5, ROWS, dtype=np.float32))
-    Vault("data", item).write(replay.add_batch(replay.init(item), items))
-    agent, state = agent_with(dqn_jax, "data", clip_rewards=True)
-    sample = agent.replay.sample(state.replay, jax.random.PRNGKey(0), 8)
-    transitions = agent.to_transitions(sample.experience, jax.random.PRNGKey(1))
-    assert set(np.asarray(transitions.reward)[4:].tolist()) == {-1, 1}
+@MINARI
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_data_that_do_not_fit_are_refused(mistake):
+    make_data, flags, word = MISTAKES[mistake]
+    make_data()
+    with pytest.raises(UsageError, match=rf"^offline_(data|fraction).*({word})"):
+        agent_with(dqn_jax, **flags)
+
+
+@MINARI
+@pytest.mark.parametrize(
+    ("script", "env_id", "words"),
+    [
+        (dqn_jax, "CartPole-v1", "the data have actions Box"),
+        (sac_jax, "environments:Reach-v0", "the data have actions Box"),  # fewer numbers
+        (sac_jax, "MountainCarContinuous-v0", "each observation of .* has shape .3., .* .2."),
+    ],
+)
+def test_a_dataset_of_another_environment_is_refused(script, env_id, words):
+    pendulum_dataset(0.0, 0.0)
+    with pytest.raises(UsageError, match=f"^offline_data: {words}"):
+        read_minari(script, env_id)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Minari
-def test_ten_demonstrations_solve_what_exploration_does_not_find(optimised, minari_folder):
-    """MountainCarContinuous, by SAC: a policy that pushes where the car moves shows the flag."""
-    minari = pytest.importorskip("minari")
-    env = minari.DataCollector(gym.make("MountainCarContinuous-v0"))
-    random = np.random.default_rng(0)
-    for seed in range(10):
-        observation, _ = env.reset(seed=seed)
-        over = False
-        while not over:
-            push = np.clip([np.sign(observation[1]) + random.normal(0, 0.3)], -1, 1)
-            observation, _, terminated, truncated, _ = env.step(push.astype(np.float32))
-            over = terminated or truncated
-    about = dict(algorithm_name="x", author="x", author_email="x", code_permalink="x")
-    env.create_dataset("test/car-v0", description="x", eval_env="CartPole-v1", **about)
-    env.close()
-    run = sac_jax.Run(env_id="MountainCarContinuous-v0", log_interval=500)
-    returns = {}
-    for data in ("", "minari:test/car-v0"):
-        args = sac_jax.Args(total_timesteps=5_000, learning_starts=500, offline_data=data)
-        scalars, _ = read_events(sac_jax.train(args, run)[2])
-        returns[data] = scalars["eval/episodic_return"][-1][1]
-    assert returns[""] < 10
-    assert returns["minari:test/car-v0"] > 80
-
-
-@pytest.mark.parametrize("script", [more(per_dqn_jax), more(sac_jax)])
-def test_other_scripts_learn_from_data(script, run_main):
-    env_id = "Pendulum-v1" if script is sac_jax else "CartPole-v1"
-    flags = ["--env-id", env_id, "--learning-starts", "256", "--eval-episodes", "0"]
-    flags += ["--total-timesteps", "300", "--log-interval", "100"]
-    code, out, err = run_main(script, *flags, "--save-experience")
-    assert code == 0, err
-    folder = out.splitlines()[-1].partition(": mean")[0]
-    code, _, err = run_main(script, *flags, "--offline-data", folder)
-    assert code == 0, err
-    assert Path(folder, "experience").exists()
+def test_a_demonstration_solves_what_is_not_explored(optimised):
+    """A lake whose only way has 20 cells, beside 20 holes: random actions hardly reach its end."""
+    kwargs = {"desc": ["S" + 18 * "F" + "G", 20 * "H"], "is_slippery": False}
+    run = dqn_jax.Run(env_id="FrozenLake-v1", env_kwargs=json.dumps(kwargs), eval_episodes=1)
+    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
+    steps = steps_of(agent, np.zeros(20), action=np.full(20, 2, np.int32))  # to the right
+    steps = steps._replace(observation=np.eye(40, dtype=np.float32)[:20])
+    steps.reward[18] = 1
+    steps.terminated[18] = True
+    steps.valid[19] = False
+    write_steps(agent, steps)
+    # A table of values: what is learned in a cell changes nothing in others.
+    learning = dict(hidden_sizes=(), learning_rate=1e-2, gradient_steps=10, learning_starts=200)
+    args = dqn_jax.Args(total_timesteps=4_000, target_network_frequency=20, **learning)
+    for data, wanted in (("", 0), ("data", 1)):
+        scalars, _ = read_events(dqn_jax.train(replace(args, offline_data=data), run)[2])
+        assert scalars["eval/episodic_return"][-1][1] == wanted

@@ -2,38 +2,62 @@
 
 import io
 import os
-import pty
 import signal
 import sys
+import threading
 import time
+from multiprocessing import forkserver
 
-import environments  # noqa: F401  registers the environments
 import pytest
-from helpers import ROOT, more, start_python
+from helpers import ROOT, start_python
 
 from cleanreplay import terminal
 
-COUNTER = "--env-id environments:Counter-v0 --learning-starts 50 --batch-size 8".split()  # noqa: SIM905
-COMPILED = "--env-id phys2d/CartPole-v1 --learning-starts 50 --batch-size 8 --log-interval 500"
-ENVIRONMENTS = [COUNTER, more(COMPILED.split())]
-LONG = ["--total-timesteps", "100000000", "--eval-episodes", "0"]
+ALL = [getattr(signal, name) for name in terminal.SIGNALS]
+
+
+def handlers():
+    """Returns what the three signals do now."""
+    return [signal.getsignal(number) for number in ALL]
+
+
+@pytest.fixture(autouse=True)
+def begin_with_no_signal_ignored():
+    """A job in the background ignores SIGINT, and one under nohup SIGHUP."""
+    before = handlers()
+    for number in ALL:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in zip(ALL, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_each_signal_is_noted_and_a_second_one_would_end_the_run(capfd):
+    stop = []
+    with terminal.noted_signals(stop, has_processes=False):
+        for number in ALL:
+            signal.raise_signal(number)
+        inside = handlers()
+
+    assert stop == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    assert inside == [signal.SIG_DFL] * 3
+    assert handlers() == [signal.default_int_handler] * 3
+    assert capfd.readouterr().err.count("stopping after this iteration") == 3
 
 
 def test_a_signal_that_is_ignored_stays_ignored():
-    """As SIGHUP under nohup, and SIGINT in a job in the background of a shell."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = []
-    try:
-        with terminal.noted_signals(stop, has_processes=False):
-            signal.raise_signal(signal.SIGHUP)
-            signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with terminal.noted_signals(stop, has_processes=False):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+        inside = signal.getsignal(signal.SIGHUP)
+
+    assert inside == signal.SIG_IGN
     assert stop == [signal.SIGTERM]
 
 
-def test_a_signal_is_noted_where_its_message_cannot_be_written(monkeypatch):
+def test_a_signal_is_noted_though_its_message_is_not_written(monkeypatch):
     def write(descriptor, text):
         raise OSError(5, "Input/output error")
 
@@ -41,27 +65,43 @@ def test_a_signal_is_noted_where_its_message_cannot_be_written(monkeypatch):
     stop = []
     with terminal.noted_signals(stop, has_processes=False):
         signal.raise_signal(signal.SIGINT)
+
     assert stop == [signal.SIGINT]
 
 
-def test_signals_do_what_they_did_before_if_processes_cannot_be_started(monkeypatch):
-    def fail(numbers):
+def test_processes_of_environments_begin_ignoring_signals(monkeypatch):
+    found = []
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: found.extend(handlers()))
+    with terminal.noted_signals([], has_processes=True):
+        inside = handlers()
+
+    assert found == [signal.SIG_IGN] * 3
+    assert signal.SIG_IGN not in inside
+
+
+def test_signals_are_as_before_if_processes_cannot_start(monkeypatch):
+    def fail():
         raise OSError("no more processes")
 
-    monkeypatch.setattr(terminal, "ignore_in_processes", fail)
-    before = [signal.getsignal(getattr(signal, name)) for name in terminal.SIGNALS]
+    monkeypatch.setattr(forkserver, "ensure_running", fail)
     with pytest.raises(OSError, match="no more"), terminal.noted_signals([], has_processes=True):
         pass
-    assert [signal.getsignal(getattr(signal, name)) for name in terminal.SIGNALS] == before
+
+    assert handlers() == [signal.default_int_handler] * 3
 
 
-def test_signals_are_noted_where_there_is_no_sighup(monkeypatch):
-    """As on Windows."""
-    monkeypatch.delattr(signal, "SIGHUP")
-    stop = []
-    with terminal.noted_signals(stop, has_processes=False):
-        signal.raise_signal(signal.SIGTERM)
-    assert stop == [signal.SIGTERM]
+def test_a_run_in_another_thread_leaves_signals_alone():
+    found = []
+
+    def note():
+        with terminal.noted_signals([], has_processes=True):
+            found.extend(handlers())
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    thread.join()
+
+    assert found == [signal.default_int_handler] * 3
 
 
 def test_a_stream_is_given_up_when_its_reader_is_gone(monkeypatch):
@@ -69,15 +109,19 @@ def test_a_stream_is_given_up_when_its_reader_is_gone(monkeypatch):
     with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         terminal.give_up_dead_streams()
+        terminal.give_up_dead_streams()
         print("read", flush=True)
-        assert os.read(reader, 100) == b"read\n"
+
+        assert sys.stdout.stream is stream  # wrapped once
+        assert sys.stdout.write("more") == 4
+        assert os.read(reader, 100) == b"read\nmore"
         os.close(reader)
         for _ in range(3):
             print("not read", flush=True)
         assert not sys.stdout.isatty()  # it is a stream as before
 
 
-def test_a_text_that_waits_when_the_reader_goes_is_given_up_at_the_end(monkeypatch):
+def test_a_text_that_waits_for_a_dead_reader_is_given_up(monkeypatch):
     reader, writer = os.pipe()
     with open(writer, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
@@ -87,94 +131,22 @@ def test_a_text_that_waits_when_the_reader_goes_is_given_up_at_the_end(monkeypat
         sys.stderr.flush()
 
 
-def newest_checkpoint(folder):
-    """The step of the newest checkpoint of the only run in a folder."""
-    (run,) = (folder / "runs").iterdir()
-    return max(int(path.name) for path in (run / "checkpoints").iterdir())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ENVIRONMENTS, ids=["ordinary", "compiled"])
-def test_ctrl_c_saves_where_nobody_reads_the_output(flags, tmp_path):
+def test_ctrl_c_saves_where_nobody_reads_the_output(tmp_path):
     """As `2>&1 | tee log`, which Ctrl-C ends first."""
+    flags = (
+        "--env-id environments:Counter-v0 --learning-starts 50 --batch-size 8 --log-interval 500"
+    )
+    long = "--total-timesteps 100000000 --eval-episodes 0"
     script = str(ROOT / "dqn_jax.py")
-    more = [*flags, *LONG, "--log-interval", "500"]
-    process = start_python(tmp_path, script, *more)
+    process = start_python(tmp_path, script, *flags.split(), *long.split())
     assert "cpu" in process.stdout.readline()
-    time.sleep(1)
     process.stdout.close()
     process.stderr.close()
-    time.sleep(1)
+    time.sleep(2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
+
     assert process.wait(timeout=60) == 130
-    assert newest_checkpoint(tmp_path) > 0
-
-
-@pytest.mark.slow
-def test_a_run_whose_output_nobody_reads_ends_as_any_other(tmp_path):
-    """As `| head -1`."""
-    flags = ["--total-timesteps", "20000", "--eval-episodes", "1"]
-    process = start_python(tmp_path, str(ROOT / "dqn_jax.py"), *COUNTER, *flags)
-    process.stdout.readline()
-    process.stdout.close()
-    with process.stderr:
-        err = process.stderr.read()
-    assert process.wait(timeout=60) == 0, err
-    assert "Traceback" not in err
-    assert "BrokenPipe" not in err
-    assert newest_checkpoint(tmp_path) == 20_000
-
-
-IN_A_TERMINAL = """
-import fcntl, os, sys, termios
-os.setsid()
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["python", "nohup"])
-@pytest.mark.parametrize("flags", ENVIRONMENTS, ids=["ordinary", "compiled"])
-def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint_but_not_under_nohup(
-    flags, how, tmp_path
-):
-    main, terminal_end = pty.openpty()
-    run = [str(ROOT / "dqn_jax.py"), *flags, *LONG]
-    if how == "nohup":
-        run = ["-c", "import os, sys; os.execvp('nohup', ['nohup', *sys.argv[1:]])"]
-        run += [sys.executable, str(ROOT / "dqn_jax.py"), *flags, *LONG]
-    streams = dict(stdin=terminal_end, stdout=terminal_end, stderr=terminal_end, text=False)
-    process = start_python(tmp_path, "-c", IN_A_TERMINAL, *run, **streams)
-    os.close(terminal_end)
-    while not list(tmp_path.glob("runs/*/events*")):
-        time.sleep(0.1)
-    time.sleep(5)
-    os.close(main)
-    if how == "nohup":
-        time.sleep(3)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 130
-    assert newest_checkpoint(tmp_path) > 0
-
-
-WITHOUT_UNIX = """
-import signal, sys
-sys.modules["fcntl"] = None
-del signal.SIGHUP
-import dqn_jax
-dqn_jax.main()
-"""
-
-
-@pytest.mark.slow
-def test_a_run_takes_no_locks_and_no_sighup(tmp_path):
-    """Windows has neither."""
-    flags = "--total-timesteps 200 --buffer-size 100 --log-interval 20 --save-experience"
-    process = start_python(tmp_path, "-c", WITHOUT_UNIX, *COUNTER, *flags.split())
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.count("no locks on Windows") == 2  # of the run, and of its experience
-    assert newest_checkpoint(tmp_path) == 200
+    (checkpoint,) = tmp_path.glob("runs/*/checkpoints/*")
+    assert int(checkpoint.name) > 0

@@ -1,36 +1,189 @@
 """What a run says: a mistake in one line, where it stands, and how it ends."""
 
 import json
-import os
+import math
 import re
-import subprocess
 import sys
 import types
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
-import environments  # noqa: F401  registers the environments
 import gymnasium as gym
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from environments import Counter
+from environments import Counter, Given
 from gymnasium.spaces import Box
-from helpers import COUNTER, ROOT, SMALL_DQN, make_agent, more, one_line, read_events
+from helpers import SMALL_DQN, one_line, read_events, start_python
 
 import dqn_jax
-import per_dqn_jax
 import ppo_jax
-import r2d2_jax
-import sac_jax
-from cleanreplay import checkpoints, flags, read_flags
+from cleanreplay import flags
 from cleanreplay.environments import make_first
+from cleanreplay.errors import NotFiniteError, UsageError
+from cleanreplay.experiment import check_rollout
+
+gym.register("WholeActions-v0", Given, kwargs={"action_space": Box(0, 5, (2,), np.int64)})
+
+# Flags of a script, and a word of the line.
+MISTAKES = [
+    (dqn_jax, "--env-kwargs []", "JSON"),
+    (dqn_jax, "--env-kwargs {x", "'{x': Expecting"),
+    (dqn_jax, '--env-kwargs {"wind":1}', "wind"),
+    (dqn_jax, '--env-id environments:TakesKwargs-v0 --env-kwargs {"scale":3}', "scale"),  # native
+    (dqn_jax, '--env-kwargs {"num_envs":3}', "num_envs"),
+    (dqn_jax, "--env-id CartPole-v9", "`v1`"),
+    (dqn_jax, "--env-id NoSuch/Thing-v0", "ale_py:ALE/Pong-v5"),
+    (dqn_jax, "--env-id NoSuchThing-v0", "ale_py:ALE/Pong-v5"),
+    (dqn_jax, "--env-id ../x:Y-v0", "../x is not the name of a module"),
+    (dqn_jax, "--env-id no_such_module:Nothing-v0", "no_such_module"),
+    (dqn_jax, "--env-id Pendulum-v1", "ppo_jax.py"),
+    (ppo_jax, "--env-id WholeActions-v0", "floats"),
+    (dqn_jax, "--env-id environments:CounterSameStep-v0", "NEXT_STEP"),
+    (dqn_jax, "--env-id environments:Blind-v0", "no numbers"),
+    (dqn_jax, "--env-id environments:VectorOnly-v0 --vectorization async", "VectorOnly-v0"),
+    (dqn_jax, "--env-id environments:VectorOnly-v0 --capture-video", "capture_video"),
+    (dqn_jax, "--learning-starts 500000", "learning_starts"),
+    (dqn_jax, "--learning-starts 127", "learning_starts"),
+    (dqn_jax, "--seed=-1", "seed"),
+    (dqn_jax, "--hidden-sizes 64 0", "hidden_sizes"),
+    (dqn_jax, "--num-envs 97 --train-frequency 1000 --total-timesteps 90000", "97000"),
+    (dqn_jax, "--save-experience --log-interval 9991", "10001"),
+    (dqn_jax, "--num-seeds 2", "num_seeds"),
+    (dqn_jax, "--num-devices 2", "num_devices"),
+    (dqn_jax, "--sweep gamma=0.9,0.99", "sweep"),
+    (dqn_jax, "--distributed auto", "distributed"),
+    (dqn_jax, "--env-id environments:Chain-v0 --num-devices 64", "num_devices"),
+    (dqn_jax, "--env-id environments:Chain-v0 --num-seeds 3 --num-devices 2", "num_devices"),
+    (dqn_jax, "--env-id environments:Chain-v0 --num-seeds 2 --save-experience", "save_experience"),
+    (dqn_jax, "--resume .", "not the folder of a run"),
+    (ppo_jax, '--env-id ale_py:ALE/Pong-v5 --env-kwargs {"difficulty":1}', "difficulty"),
+    (dqn_jax, '--env-id ale_py:ALE/Pong-v5 --env-kwargs {"episodic_life":true}', "lives"),
+    (dqn_jax, '--env-id ale_py:ALE/Pong-v5 --env-kwargs {"life_loss_info":true}', "lives"),
+]
 
 
-class Mistaken(Counter):
-    def __init__(self):
-        {}["lenght"]
+@pytest.mark.parametrize(("script", "flags", "word"), MISTAKES)
+def test_a_mistake_ends_a_run_in_one_line(script, flags, word, run_main, tmp_path):
+    assert word in one_line(run_main(script, *flags.split()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_video_without_its_package_is_one_line(run_main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "moviepy", None)
+
+    assert "pip install moviepy" in one_line(run_main(dqn_jax, "--capture-video"))
+    assert not Path("runs").exists()
+
+
+# A flag, its limits in words, values at them, and values beyond them.
+LIMITS = [
+    ("num_envs", "from 1 to 2**31 - 1", [1, 2**31 - 1], [0, 2**31]),
+    ("eval_max_steps", "from 1 to 2**31 - 1", [1], [0]),
+    ("hidden_sizes", "from 1 to 2**31 - 1", [(1, 64)], [(64, 0)]),
+    ("buffer_size", "from 1 to 2**29 - 1", [1, 2**29 - 1], [0, 2**29]),
+    ("learning_starts", "from 0 to 2**31 - 1", [0, 2**31 - 1], [-1]),
+    ("checkpoint_interval", "from 0 to 2**31 - 1", [0], [-1]),
+    ("gamma", "from 0 to 1", [0.0, 1.0], [-0.1, 1.1]),
+    ("her_fraction", "from 0 to 1", [0.0, 1.0], [1.1]),
+    ("learning_rate", "0 or more", [0.0, 1e30], [-1e-9]),
+    ("learning_rate", "a finite number", [], [math.nan, math.inf]),
+    ("max_grad_norm", "more than 0", [1e-30], [0.0]),
+    ("adam_epsilon", "more than 0", [1e-30], [0.0]),
+    ("some_other_flag", "", [-1e30, math.inf], []),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "within", "beyond"), LIMITS)
+def test_a_flag_is_within_its_limits(name, words, within, beyond):
+    for value in within:
+        flags.check_flag(name, value, type(value))
+
+    for value in beyond:
+        text = f"{name} must be {words}, not {value}"
+        with pytest.raises(UsageError, match=f"^{re.escape(text)}$"):
+            flags.check_flag(name, value, type(value))
+
+
+# The type of a flag, a value of another type, and one of its type.
+TYPES = [
+    (int, 2.0, 2),
+    (bool, 1, True),
+    (float, "1", 1),
+    (str, {"x": 1}, "x"),
+    (bool | None, "no", None),
+    (bool | None, 0, False),
+    (float | None, True, 0.1),
+    (Literal["auto", "sync"], "process", "sync"),
+]
+
+
+@pytest.mark.parametrize(("expected", "wrong", "right"), TYPES, ids=str)
+def test_a_flag_from_python_has_its_type(expected, wrong, right):
+    flags.check_flag("my_flag", right, expected)
+
+    with pytest.raises(UsageError, match=f"^my_flag must be .*, not {wrong!r}$"):
+        flags.check_flag("my_flag", wrong, expected)
+
+
+def test_an_iteration_may_be_as_long_as_the_training():
+    flags.check_iteration(6, total_timesteps=6, log_interval=6)
+
+    with pytest.raises(UsageError, match="total_timesteps must be 7 or more"):
+        flags.check_iteration(7, total_timesteps=6, log_interval=6)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("--num-envs 8e0 --total-timesteps=1e6", "--num-envs 8 --total-timesteps=1000000"),
+        ("--num_envs 8.0 --seed 123456789012", "--num_envs 8 --seed 123456789012"),
+        ("--learning-rate 1e0 --exp-name 1e3 --env-id=2e0 num-envs 1e3", None),
+        ("--num-envs 1.5 --seed=1e-3 --n-step inf --batch-size nan --seed many", None),
+    ],
+)
+def test_a_whole_number_in_any_form_is_an_int(given, read):
+    classes = (dqn_jax.Run, dqn_jax.Args)
+
+    assert flags.with_whole_numbers(given.split(), classes) == (read or given).split()
+
+
+def write_run(run, args):
+    """Writes the flags of a run to its folder."""
+    Path("run").mkdir()
+    Path("run/args.json").write_text(json.dumps({"run": run, "args": args}))
+
+
+def test_flags_of_a_resumed_run_are_the_defaults(monkeypatch):
+    """They have their types again."""
+    given = {"normalize_observations": False, "target_kl": "inf", "hidden_sizes": [8, 9]}
+    write_run({"seed": 3, "exp_name": "nan", "distributed": "auto"}, given | {"num_envs": 2})
+    found = []
+    command = "ppo_jax.py --resume run --total-timesteps 3e5 --num-envs 4"
+    monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setattr(ppo_jax, "train", lambda args, run, stop: found.extend([args, run]))
+    with pytest.raises(TypeError):  # where the results are unpacked
+        ppo_jax.main()
+
+    kept = given | {"target_kl": math.inf, "hidden_sizes": (8, 9)}
+    assert found[0] == ppo_jax.Args(**kept, num_envs=4, total_timesteps=300_000)
+    assert found[1] == ppo_jax.Run(seed=3, exp_name="nan", resume="run")
+
+
+def test_a_flag_that_the_script_does_not_have_is_named():
+    write_run({"old": 1}, {"dropped": 3, "gamma": 0.5})
+
+    with pytest.raises(UsageError, match=r"has dropped, old: .* delete them from run/args\.json$"):
+        flags.read_flags("run", dqn_jax.Run, dqn_jax.Args)
+
+
+def test_an_agent_in_a_file_is_not_resumed(tmp_path):
+    file = tmp_path / "best.safetensors"
+    file.touch()
+
+    with pytest.raises(UsageError, match="--init-from"):
+        flags.check(dqn_jax.Args(), dqn_jax.Run(resume=str(file)), None)
 
 
 class WithoutFile(Counter):
@@ -38,311 +191,108 @@ class WithoutFile(Counter):
         Path("level.xml").read_text()
 
 
-class WholeActions(Counter):
-    action_space = Box(0, 5, (2,), np.int64)
-
-
-gym.register("Mistaken-v0", Mistaken)
 gym.register("WithoutFile-v0", WithoutFile)
-gym.register("WholeActions-v0", WholeActions)
 
 
-def test_a_mistake_in_an_environment_keeps_its_traceback():
-    with pytest.raises(KeyError, match="lenght"):
-        dqn_jax.train(dqn_jax.Args(**SMALL_DQN), dqn_jax.Run(env_id="Mistaken-v0"))
-
-
-def test_a_missing_file_of_an_environment_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ppo_jax.py", "--env-id", "WithoutFile-v0"])
+def test_an_error_of_an_environment_tells_where_it_happened(run_main):
     with pytest.raises(FileNotFoundError, match=r"level\.xml") as caught:
-        ppo_jax.main()
+        run_main(ppo_jax, "--env-id", "WithoutFile-v0")
+
     assert caught.value.__notes__[0].startswith("in WithoutFile-v0 at step 0 of /")
 
 
-def test_whole_numbers_as_continuous_actions_are_a_mistake(run_main):
-    assert "a Box of floats, not" in one_line(run_main(ppo_jax, "--env-id", "WholeActions-v0"))
+@pytest.mark.parametrize("name", ["reward", "observation"])
+def test_a_number_that_is_not_finite_is_named(name):
+    rollout = types.SimpleNamespace(reward=np.zeros((4, 3)), observation=np.zeros((4, 3, 2)))
+    run = dqn_jax.Run(env_id="Mine-v0")
+    check_rollout(rollout, run, 100)
+    getattr(rollout, name)[2, 1] = np.inf
+
+    line = f"^Mine-v0: the {name} is not finite in environment 1 at step 106$"
+    with pytest.raises(NotFiniteError, match=line):
+        check_rollout(rollout, run, 100)
 
 
-def test_a_login_that_is_missing_is_one_line(run_main, monkeypatch):
-    class LoginError(Exception):
-        pass
-
-    def init(**_):
-        raise LoginError("use `wandb login`")
-
-    fake = types.SimpleNamespace(Error=LoginError, init=init)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert one_line(run_main(ppo_jax, "--track")) == "error: track: use `wandb login`"
-    assert not Path("runs").exists()
+def large_later(env, action):
+    """A reward whose square is infinite, after 200 steps."""
+    return 1e38 if env.step_count > 200 else 1.0
 
 
-class Endless(Counter):
-    def step(self, action):
-        return np.zeros(3, np.float32), 1.0, False, False, {}
+gym.register("Diverging-v0", Given, kwargs={"length": -1, "reward": large_later})
 
 
-gym.register("GoesOn-v0", Endless)
+def test_a_run_that_diverges_leaves_its_last_good_checkpoint(run_main):
+    flags = "--env-id Diverging-v0 --learning-starts 20 --batch-size 8 --buffer-size 40"
+    often = "--log-interval 20 --checkpoint-interval 20 --train-frequency 2 --eval-episodes 0"
+    line = one_line(run_main(dqn_jax, *flags.split(), *often.split()), code=1)
+
+    assert "diverged, parameters are not finite" in line
+    (folder,) = Path("runs").iterdir()
+    assert max(int(x.name) for x in (folder / "checkpoints").iterdir()) >= 200
 
 
 def test_before_an_episode_ends_the_return_is_nan(run_main):
-    flags = "--total-timesteps 200 --learning-starts 8 --batch-size 8 --eval-episodes 0"
-    _, out, _ = run_main(dqn_jax, *flags.split(), "--env-id", "GoesOn-v0")
+    flags = "--total-timesteps 100 --learning-starts 90 --batch-size 8 --eval-episodes 0"
+    code, out, _ = run_main(dqn_jax, *flags.split(), "--env-id", "Diverging-v0")
+
+    assert code == 0
     assert out.endswith(": mean return of the last episodes nan\n")
 
 
-def test_the_last_lines_say_which_seed_has_which_return(run_main):
-    small = "--num-envs 4 --num-steps 8 --num-minibatches 1 --update-epochs 1 --total-timesteps 64"
-    more = "--env-id environments:Chain-v0 --num-seeds 3 --seed 7 --eval-episodes 0"
-    _, out, _ = run_main(ppo_jax, *small.split(), *more.split(), "--log-interval", "64")
-    *_, first, second, third, mean = out.strip().splitlines()
-    returns = []
-    for seed, line in zip((7, 8, 9), (first, second, third), strict=True):
-        start, _, number = line.rpartition(" ")
-        assert start == f"seed {seed}: mean return of the last episodes"
-        returns.append(float(number))
-    assert float(mean.rpartition(" ")[2]) == pytest.approx(np.mean(returns), abs=0.01)
-
-
-class NotFinite(Counter):
-    """After 200 steps a reward, an observation or a parameter is not finite."""
-
-    steps: list = []  # noqa: RUF012
-
-    def __init__(self, what):
-        super().__init__()
-        self.what = what
-
-    def step(self, action):
-        observation, reward, *rest = super().step(action)
-        self.steps.append(action)
-        is_bad = len(self.steps) > 200
-        if is_bad and self.what == "reward":
-            reward = np.nan
-        if is_bad and self.what == "no reward":
-            reward = None
-        if is_bad and self.what == "observation":
-            observation = observation + np.inf
-        if is_bad and self.what == "parameters":
-            reward = 1e38  # whose square is infinite
-        return observation, reward, *rest
-
-
-gym.register("NotFinite-v0", NotFinite, disable_env_checker=True)
-
-
-@pytest.mark.parametrize("what", ["reward", "no reward", "observation", "parameters"])
-def test_numbers_that_are_not_finite_are_named_and_leave_the_last_good_checkpoint(what, run_main):
-    NotFinite.steps.clear()
-    flags = "--learning-starts 20 --batch-size 8 --buffer-size 40 --train-frequency 2"
-    more = "--env-id NotFinite-v0 --log-interval 20 --checkpoint-interval 20 --eval-episodes 0"
-    kwargs = f'{{"what": "{what}"}}'
-    result = run_main(dqn_jax, *flags.split(), *more.split(), "--env-kwargs", kwargs)
-    line = one_line(result, code=1)
-    if what == "parameters":
-        assert "diverged, parameters are not finite" in line
-    else:
-        # 200 steps, and a row for each reset.
-        start, step = line.rsplit(" ", 1)
-        name = what.removeprefix("no ")
-        assert start == f"error: NotFinite-v0: the {name} is not finite in environment 0 at step"
-        assert 230 < int(step) < 270
-    (folder,) = Path("runs").iterdir()
-    run, args = read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    agent = make_agent(dqn_jax, args, run)
-    init = jax.jit(agent.init)
-    step, state, _ = checkpoints.Checkpoints(folder).restore(init(jax.random.PRNGKey(0)))
-    assert step >= 220
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
-
-
-@pytest.mark.parametrize("env_id", ["NoSuch/Thing-v0", "NoSuchThing-v0"])
-def test_an_environment_that_is_not_registered_has_a_hint_at_its_module(env_id, run_main):
-    line = one_line(run_main(dqn_jax, "--env-id", env_id))
-    assert line.startswith(f"error: --env-id {env_id}: ")
-    assert line.endswith(" --env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module")
-
-
-@pytest.mark.parametrize(("flag", "part"), [("--track", "wandb"), ("--capture-video", "moviepy")])
-def test_a_package_that_is_missing_is_named_in_one_line(
-    flag, part, run_main, monkeypatch, tmp_path
-):
-    monkeypatch.setitem(sys.modules, part, None)
-    assert f"pip install {part}" in one_line(run_main(dqn_jax, flag))
-    assert list(tmp_path.iterdir()) == []
-
-
-# Flags of dqn_jax.py, and what the line says.
-MISTAKES = [
-    ("--env-kwargs []", "--env-kwargs '[]': not a JSON object"),
-    ("--env-kwargs {x", "--env-id CartPole-v1 --env-kwargs '{x': Expecting property name"),
-    ('--env-kwargs {"wind":1}', "wind"),
-    ('--env-id environments:TakesKwargs-v0 --env-kwargs {"scale":3}', "scale"),  # the native one
-    ("--env-id CartPole-v9", "`v1`"),
-    ('--env-kwargs {"num_envs":3}', "num_envs"),
-    ("--env-id ../x:Y-v0", "../x is not the name of a module"),
-    ("--env-id no_such_module:Nothing-v0", "No module named 'no_such_module'"),
-    ("--env-id Pendulum-v1", "DQN takes Discrete actions, not Box"),
-    ("--env-id environments:Answers-v0", ": try ppo_jax.py"),
-    ("--env-id environments:CounterSameStep-v0", "NEXT_STEP"),
-    ("--env-id environments:Blind-v0", "the observations or actions of the environment have no"),
-    ("--env-id environments:VectorOnly-v0 --vectorization async", "VectorOnly-v0"),
-    ("--learning-starts 600000", "learning_starts must be from batch_size to total_timesteps - 1"),
-    ("--learning-starts 100", "learning_starts must be from batch_size to total_timesteps - 1"),
-    ("--num-envs 0", "num_envs must be from 1 to 2**31 - 1, not 0"),
-    ("--frame-stack 0", "frame_stack must be from 1 to"),
-    ("--train-frequency 0", "train_frequency must be from 1 to"),
-    ("--n-step 0", "n_step must be from 1 to"),
-    ("--log-interval=-1", "log_interval must be from 1 to"),
-    ("--eval-interval 0", "eval_interval must be from 1 to"),
-    ("--checkpoint-interval=-1", "checkpoint_interval must be from 0 to"),
-    ("--hidden-sizes 64 0", "hidden_sizes must be from 1 to"),
-    ("--eval-episodes=-1", "eval_episodes must be from 0 to"),
-    ("--seed=-1", "seed must be from 0 to"),
-    ("--total-timesteps 2147483648", "total_timesteps must be from 1 to 2**31 - 1"),
-    ("--buffer-size 536870912", "buffer_size must be from 1 to 2**29 - 1"),
-    ("--learning-rate=-1", "learning_rate must be 0 or more, not -1.0"),
-    ("--learning-rate nan", "learning_rate must be a finite number, not nan"),
-    ("--adam-epsilon 0", "adam_epsilon must be more than 0, not 0.0"),
-    ("--gamma 1.5", "gamma must be from 0 to 1, not 1.5"),
-    ("--start-e 2", "start_e must be from 0 to 1, not 2.0"),
-    (
-        "--num-envs 97 --train-frequency 1000 --total-timesteps 1500 --learning-starts 1000",
-        "total_timesteps must be 97000 or more: an iteration has 97000 steps",
-    ),
-    ("--save-experience --log-interval 20000", "buffer_size must be >= 20010"),
-    ("--num-devices 2", "num_devices"),
-    ("--distributed auto", "distributed"),
-    (
-        "--num-seeds 2",
-        "num_seeds, sweep, num_devices, distributed: CartPole-v1 is not written in JAX; "
-        "start a run for each agent instead, see docs/scale.md",
-    ),
-    ("--env-id environments:ChainWrapped-v0 --num-seeds 2", "num_seeds"),
-    ("--env-id environments:Chain-v0 --num-devices 64", "num_devices"),
-    ("--env-id environments:Chain-v0 --num-seeds 3 --num-devices 2", "num_devices"),
-    ("--env-id environments:Chain-v0 --num-seeds 2 --save-experience", "save_experience"),
-    ("--distributed localhost", "distributed"),
-    ("--distributed localhost:1,two,0", "distributed"),
-    ("--resume .", "error: . is not the folder of a run"),
-    ("--env-id environments:VectorOnly-v0 --capture-video", "cannot record a video"),
-]
-
-
-@pytest.mark.parametrize(("flags", "message"), MISTAKES)
-def test_a_mistake_is_one_line_with_exit_code_2_and_no_folder(flags, message, run_main, tmp_path):
-    assert message in one_line(run_main(dqn_jax, *flags.split()))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("script", [ppo_jax, r2d2_jax])
-def test_a_gradient_of_norm_0_is_refused(script, run_main):
-    line = one_line(run_main(script, "--max-grad-norm", "0"))
-    assert line == "error: max_grad_norm must be more than 0, not 0.0"
-
-
-@pytest.mark.parametrize("script", [dqn_jax, more(per_dqn_jax), more(sac_jax)])
-def test_the_largest_counts_of_steps_begin_to_learn(script):
+def test_the_largest_counts_of_steps_begin_to_learn():
     """A target network that never moves, and a run that a signal ends."""
-    largest = dict(total_timesteps=2**31 - 1, target_network_frequency=2**31 - 1)
-    small = dict(learning_starts=8, batch_size=8, buffer_size=100, train_frequency=1)
-    env_id = "Pendulum-v1" if script is sac_jax else "environments:Counter-v0"
-    run = script.Run(env_id=env_id, eval_episodes=0, checkpoint_interval=0)
-    args = script.Args(**largest, **small, gradient_steps=4)
-    _, _, folder = script.train(args, run, stop=["at once"])
+    many = dict.fromkeys(["total_timesteps", "target_network_frequency"], 2**31 - 1)
+    small = SMALL_DQN | dict(learning_starts=8, train_frequency=1, gradient_steps=4)
+    run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=0, checkpoint_interval=0)
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**small | many), run, stop=["at once"])
+
     assert read_events(folder)[0]["charts/gradient_steps"] == [(1, 0.0)]
 
 
-@pytest.mark.parametrize(
-    ("args", "run", "message"),
-    [
-        (dict(num_envs=2.0), {}, "num_envs must be of type int, not 2.0"),
-        (dict(double_q=1), {}, "double_q must be of type bool, not 1"),
-        ({}, dict(env_kwargs={"x": 1}), "env_kwargs must be of type str, not {'x': 1}"),
-        (
-            {},
-            dict(vectorization="process"),
-            "vectorization must be one of auto, sync, async, not 'process'",
-        ),
-    ],
-)
-def test_a_value_of_another_type_from_python_is_an_error(args, run, message):
-    with pytest.raises(dqn_jax.UsageError, match=re.escape(message)):
-        dqn_jax.train(dqn_jax.Args(**args), dqn_jax.Run(**run))
+def test_the_memory_is_that_of_the_machine_or_of_a_job(monkeypatch, tmp_path):
+    """In either version of Linux's control groups. A group without a limit has the word max."""
+    job = tmp_path / "slurm/job_1"
+    (tmp_path / "memory").mkdir()
+    job.mkdir(parents=True)
+    (job / "memory.max").write_text("max\n")
+    (tmp_path / "slurm/memory.max").write_text("5000\n")
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("3000\n")
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 100}
+    monkeypatch.setattr(flags.os, "sysconf", pages.get)
+    monkeypatch.setattr(flags, "CGROUPS", (tmp_path, tmp_path / "memory"))
+    monkeypatch.setattr(flags, "cgroup_places", lambda: ["", "slurm/job_1"])
+
+    assert sorted(flags.memory_limits()) == [3_000, 5_000, 409_600]
 
 
-@pytest.mark.parametrize("value", ["no", 0, 1.0])
-def test_what_is_yes_no_or_by_default_is_no_other_value(value):
-    args = ppo_jax.Args(normalize_observations=value)
-    message = "normalize_observations must be of type bool, not"
-    with pytest.raises(dqn_jax.UsageError, match=message):
-        ppo_jax.train(args, ppo_jax.Run())
+def test_a_replay_larger_than_the_memory_is_one_line(run_main, monkeypatch):
+    monkeypatch.setattr(flags, "memory_limits", lambda: [10**9, 200_000_000])
+    line = one_line(run_main(dqn_jax, "--buffer-size", "10000000"))
+
+    assert line.endswith("buffer_size: replay and networks need 0.3 GB, and there are 0.2 GB")
+    assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("value", [None, True, False])
-def test_what_is_yes_no_or_by_default_is_kept_by_a_resume(value, run_main):
-    flags = ["--total-timesteps", "64", "--num-steps", "8", "--eval-episodes", "0"]
-    code, out, err = run_main(ppo_jax, *flags, "--normalize-observations", str(value))
-    assert code == 0, err
-    folder = out.splitlines()[-1].partition(": mean")[0]
+def test_a_replay_larger_than_a_gpu_names_its_variables(monkeypatch):
+    gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 4 * 10**9})
+    monkeypatch.setattr(flags.jax, "local_devices", lambda: [gpu])
+    flags.check_memory(lambda: jnp.zeros(10**9))
 
-    _, args = read_flags(folder, ppo_jax.Run, ppo_jax.Args)
-    assert args.normalize_observations is value
-
-
-@pytest.mark.parametrize("form", ["--num-envs 8e0", "--num-envs=8e0", "--num_envs 8.0"])
-def test_a_whole_number_in_any_form_is_one_for_a_flag_that_is_an_int(form, monkeypatch):
-    flags = parsed(
-        monkeypatch, *form.split(), "--total-timesteps", "1e6", "--learning-rate", "1e-3"
-    )
-    run, args = flags
-    assert (args.num_envs, args.total_timesteps, args.learning_rate) == (8, 1_000_000, 1e-3)
-    assert type(args.num_envs) is type(args.total_timesteps) is int
+    need = "need 4.4 GB, and there are 4.0 GB.*XLA_PYTHON_CLIENT_MEM_FRACTION.*PREALLOCATE"
+    with pytest.raises(UsageError, match=need):
+        flags.check_memory(lambda: jnp.zeros(11 * 10**8))
 
 
-def test_a_whole_number_in_any_form_is_one_at_a_resume(monkeypatch):
-    run = dqn_jax.Run(**COUNTER, checkpoint_interval=100)
-    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
-    _, args = parsed(monkeypatch, "--resume", str(folder), "--total-timesteps", "3e2")
-    assert args == dqn_jax.Args(**SMALL_DQN | dict(total_timesteps=300))
+RAW, GAME = "ale_py:BreakoutNoFrameskip-v4", "ale_py:ALE/Breakout-v5"
 
 
-def test_a_text_that_looks_like_a_number_stays_the_same(monkeypatch):
-    run, args = parsed(monkeypatch, "--exp-name", "1e3", "--env-id=2e0", "--seed", "123456789012")
-    assert (run.exp_name, run.env_id, run.seed) == ("1e3", "2e0", 123456789012)
+@pytest.mark.parametrize(("env_id", "how"), [(RAW, "auto"), (GAME, "sync"), (GAME, "auto")])
+def test_raw_frames_of_atari_give_a_notice(env_id, how, capsys):
+    run = dqn_jax.Run(env_id=env_id, vectorization=how)
+    make_first(run, partial(dqn_jax.make_envs, dqn_jax.Args(), run)).close()
 
-
-@pytest.mark.parametrize("number", ["1.5", "1e-3", "inf", "nan", "many"])
-def test_a_number_that_is_not_whole_is_a_mistake_for_a_flag_that_is_an_int(number, run_main):
-    code, _, err = run_main(dqn_jax, "--num-envs", number)
-    assert code == 2
-    assert "--num-envs" in err
-    assert number in err
-
-
-def parsed(monkeypatch, *flags):
-    """The flags that `main` of dqn_jax reads from this command line."""
-    found = []
-    monkeypatch.setattr(sys, "argv", ["dqn_jax.py", *flags])
-    monkeypatch.setattr(dqn_jax, "train", lambda args, run, stop: found.extend([run, args]))
-    with pytest.raises(TypeError):  # where the results are unpacked
-        dqn_jax.main()
-    return found
-
-
-def test_a_flag_that_the_script_has_dropped_can_be_deleted_from_the_folder():
-    run = dqn_jax.Run(**COUNTER)
-    _, _, folder = dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)
-    file = folder / "args.json"
-    saved = json.loads(file.read_text())
-    file.write_text(json.dumps(saved | {"args": saved["args"] | {"dropped": 3}}))
-    said = "which has dropped: if this script had the flags once, delete them from "
-    with pytest.raises(dqn_jax.UsageError, match=f"{said}{file}$"):
-        read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    file.write_text(json.dumps(saved))
-    _, args = read_flags(folder, dqn_jax.Run, dqn_jax.Args)
-    longer = replace(args, total_timesteps=300)
-    state, _, _ = dqn_jax.train(longer, replace(run, resume=str(folder)))
-    assert state.replay.cursor > 0
+    is_raw = (env_id, how) != (GAME, "auto")
+    assert (f"{GAME} with --vectorization auto" in capsys.readouterr().out) == is_raw
 
 
 UNGUARDED = """
@@ -353,122 +303,13 @@ dqn_jax.train(args, dqn_jax.Run(vectorization="async", eval_episodes=0))
 
 
 @pytest.mark.slow
-def test_a_file_that_its_own_processes_would_run_again_is_told_how_to_call_train(tmp_path):
+def test_a_file_that_its_processes_would_run_again_is_told(tmp_path):
     """Nothing hangs, and no process shows a traceback."""
     (tmp_path / "mine.py").write_text(UNGUARDED)
-    done = run_python("mine.py")
-    assert done.returncode == 1
-    mistake = "cleanreplay.errors.UsageError: vectorization: the processes of the"
-    (line,) = [x for x in done.stderr.splitlines() if x.startswith(mistake)]
-    how = 'call `train` there under `if __name__ == "__main__":`'
-    assert line.endswith(how)
-    own = "each process of the environments imports this file: "
-    assert done.stderr.count(own) == 2
-    assert done.stderr.count("Traceback") == 2  # of the main process: the mistake and its cause
+    process = start_python(tmp_path, "mine.py")
+    _, err = process.communicate(timeout=100)
 
-
-@pytest.mark.slow
-def test_a_pipe_that_is_closed_while_the_help_is_printed_shows_no_traceback():
-    command = f"{sys.executable} {dqn_jax.__file__} --help | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("usage: ")
-    assert "dqn_jax.py [-h]" in done.stdout
-    assert done.stderr == ""
-
-
-def run_python(*command):
-    """The result of a program in Python."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}"}
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        env=environment,
-    )
-
-
-@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_replay_larger_than_the_memory_of_its_container_is_an_error(
-    name, run_main, monkeypatch, tmp_path
-):
-    """In either version of Linux's control groups, of which one may have no limit."""
-    group = tmp_path / "cgroup"
-    (group / "memory").mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    (group / name).write_text("3000000\n")
-    monkeypatch.setattr(flags, "CGROUPS", (group, group / "memory"))
-    line = one_line(run_main(dqn_jax, "--buffer-size", "1000000"))
-    assert line.endswith("replay and networks need 0.0 GB, and there are 0.0 GB")
-
-
-def test_a_replay_larger_than_the_memory_of_a_job_is_an_error(monkeypatch, tmp_path):
-    """As SLURM's, whose group is below that of the machine."""
-    job = tmp_path / "cgroup/slurm/job_1/step_0"
-    job.mkdir(parents=True)
-    (tmp_path / "cgroup/slurm/job_1/memory.max").write_text("5000")
-    (job / "memory.max").write_text("max")
-    monkeypatch.setattr(flags, "CGROUPS", (tmp_path / "cgroup",))
-    monkeypatch.setattr(flags, "cgroup_places", lambda: ["", "slurm/job_1/step_0"])
-    assert min(flags.memory_limits()) == 5_000
-
-
-def test_a_replay_larger_than_the_memory_of_a_gpu_is_told_of_its_variables(monkeypatch):
-    gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 3_000_000_000})
-    monkeypatch.setattr(flags.jax, "local_devices", lambda: [gpu])
-    with pytest.raises(dqn_jax.UsageError) as caught:
-        flags.check_memory(lambda: jax.numpy.zeros(10**9))
-    said = "buffer_size: replay and networks need 4.0 GB, and there are 3.0 GB. "
-    assert str(caught.value).startswith(said)
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in str(caught.value)
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in str(caught.value)
-
-
-def test_a_replay_larger_than_the_memory_is_an_error_before_it_is_made(run_main, monkeypatch):
-    monkeypatch.setattr(flags.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 100))
-    monkeypatch.setattr(flags, "CGROUPS", ())
-    line = "buffer_size: replay and networks need 0.0 GB, and there are 0.0 GB"
-    assert one_line(run_main(dqn_jax)) == f"error: {line}"
-
-
-def test_an_observation_with_a_text_points_to_the_page_on_wrappers(run_main):
-    """As that of MiniGrid without its wrapper."""
-    pytest.importorskip("minigrid")
-    code, _, err = run_main(dqn_jax, "--env-id", "minigrid:MiniGrid-Empty-5x5-v0")
-    line = err.strip().splitlines()[-1]
-    assert code == 2
-    assert line.startswith("error: observations Dict(")
-    assert "a wrapper must choose what the network sees, see docs/environments.md" in line
-
-
-def test_keys_that_make_charts_count_lives_are_refused(run_main):
-    pytest.importorskip("ale_py")
-    flags = ["--env-id", "ale_py:ALE/Breakout-v5", "--env-kwargs"]
-    for key in ("episodic_life", "life_loss_info"):
-        _, _, err = run_main(dqn_jax, *flags, f'{{"{key}": true}}')
-        assert f"with {key} charts would count lives, not games: leave it out" in err
-
-
-def make_first_of(run):
-    """Makes the first environment of a run."""
-    make_first(run, partial(dqn_jax.make_envs, dqn_jax.Args(), run)).close()
-
-
-@pytest.mark.parametrize(
-    ("env_id", "vectorization"),
-    [("ale_py:BreakoutNoFrameskip-v4", "auto"), ("ale_py:ALE/Breakout-v5", "sync")],
-)
-def test_raw_frames_give_a_notice_with_the_environment_that_is_meant(env_id, vectorization, capsys):
-    pytest.importorskip("ale_py")
-    make_first_of(dqn_jax.Run(env_id=env_id, vectorization=vectorization))
-    assert "ale_py:ALE/Breakout-v5 with --vectorization auto has" in capsys.readouterr().out
-    make_first_of(dqn_jax.Run(env_id="ale_py:ALE/Breakout-v5"))
-    assert capsys.readouterr().out == ""
-
-
-def test_an_argument_that_the_vector_version_does_not_take_is_a_mistake(run_main):
-    pytest.importorskip("ale_py")
-    pong = ["--env-id", "ale_py:ALE/Pong-v5", "--env-kwargs", '{"difficulty": 1}']
-    assert "difficulty" in one_line(run_main(ppo_jax, *pong))
-    assert not Path("runs").exists()
+    assert process.returncode == 1
+    assert "UsageError: vectorization: the processes of the environments ended" in err
+    assert err.count("each process of the environments imports this file: ") == 2
+    assert err.count("Traceback") == 2  # of the main process: the mistake and its cause

@@ -1,0 +1,221 @@
+"""The files of a vault: damage, kills, full disks, and who may write."""
+
+import contextlib
+import os
+import resource
+import signal
+import tempfile
+import textwrap
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import start_python
+from test_vault import ITEM, assert_holds, copy_of_written, rows, state_after
+
+import buffers
+from cleanreplay.vault import Vault
+
+
+def open_vault(folder, **options):
+    """The vault of two environments in a folder."""
+    return Vault(folder, ITEM, num_envs=2, **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A vault with 40 rows."""
+    return copy_of_written(tmp_path)
+
+
+def flipped(path, every):
+    """Writes a file with one bit flipped, for each so many-th of its bits; then as it was."""
+    whole = path.read_bytes() if path.is_file() else b""  # a folder has no bits
+    for bit in range(0, 8 * len(whole), every):
+        broken = bytearray(whole)
+        broken[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(broken)
+        yield
+    if whole:
+        path.write_bytes(whole)
+
+
+def missing(path):
+    """Moves a file or a folder away, and back."""
+    path.rename(path.with_name("elsewhere"))
+    yield
+    path.with_name("elsewhere").rename(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("0", partial(flipped, every=7)),  # the rows: a chunk of each array
+        ("vault.json", partial(flipped, every=7)),
+        ("0", missing),
+    ],
+)
+def test_damage_is_an_error_that_names_the_file(folder, name, damage):
+    vault = open_vault(folder)
+    paths = [path for path in folder.rglob("*") if path.name == name]
+    for path in paths:
+        for _ in damage(path):
+            with pytest.raises(ValueError, match=str(path)):
+                vault.read(0, 40)
+
+    assert paths
+    assert_holds(vault, 0, 40)
+
+
+def test_flipped_bits_of_what_describes_arrays_do_no_harm(folder):
+    """Few of them mean anything: each is an error that names the file or changes nothing."""
+    errors = 0
+    for path in folder.rglob("zarr.json"):
+        for _ in flipped(path, every=41):
+            try:
+                vault = open_vault(folder)
+            except ValueError as error:
+                errors += str(path.parent) in str(error)
+            else:
+                assert_holds(vault, 0, 40)
+
+    assert errors > 50
+
+
+def test_a_vault_recovers_from_a_kill_while_it_is_made(tmp_path):
+    (tmp_path / "vault.json.__lock").touch()
+    assert len(open_vault(tmp_path)) == 0
+    (tmp_path / "vault.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"vault\.json"):
+        open_vault(tmp_path)  # there are arrays: nothing is counted anew
+
+
+def test_what_killed_writers_left_is_removed(folder):
+    """Such a file was written into by the next write of its chunk, and was longer than that."""
+    left_over = []
+    for path in [path for path in folder.rglob("*") if path.name in ("0", "vault.json")]:
+        left_over.append(path.with_name(f"{path.name}.__lock"))
+        left_over.append(path.with_name(f"{path.name}_0123456789abcdef.__lock"))
+    for path in left_over:
+        path.write_bytes(np.random.default_rng(0).bytes(5_000))
+
+    assert open_vault(folder).write(state_after(50)) == 10
+    assert_holds(open_vault(folder), 0, 50)
+    assert not any(path.exists() for path in left_over)
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(folder):
+    vault = open_vault(folder)
+    replay = buffers.uniform_replay(160, num_envs=2)
+    noise = np.random.default_rng(0).integers(256, size=(40, 2, 3, 2), dtype=np.uint8)
+    state = replay.add_batch(replay.init(ITEM), rows(0, 40))
+    state = replay.add_batch(state, rows(40, 80) | {"frame": noise})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises((ValueError, OSError), match="File too large"):
+            vault.write(state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert_holds(open_vault(folder), 0, 40)
+    assert vault.write(state) == 40
+    np.testing.assert_array_equal(vault.read(40, 80)["frame"], noise)
+
+
+@pytest.mark.parametrize(("text", "error"), [("No space left", OSError), ("other", ValueError)])
+def test_an_error_of_zarr_says_that_the_disk_is_full(folder, monkeypatch, text, error):
+    def fail(self, stored):
+        raise ValueError(text)
+
+    monkeypatch.setattr(Vault, "_save", fail)
+    with pytest.raises(error, match=text.lower()):
+        open_vault(folder).write(state_after(43))
+    assert len(open_vault(folder)) == 40
+
+
+def test_the_second_writer_is_told(folder):
+    first, second = open_vault(folder), open_vault(folder, create=False)
+    first.write(state_after(40))
+    with pytest.raises(BlockingIOError, match="is written by another process"):
+        second.write(state_after(41))
+    assert_holds(second, 0, 40)
+
+    del first
+    assert second.write(state_after(41)) == 1
+
+
+@contextlib.contextmanager
+def as_another_user():
+    """What is done inside, the root does as nobody; anyone else as himself."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_vault_that_may_only_be_read_is_read(create):
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is in one that no other user enters
+        path = copy_of_written(Path(folder))
+        (path / "+lock").unlink()
+        before = sorted(path.rglob("*"))
+        for x in [*before, path]:
+            x.chmod(0o555 if x.is_dir() else 0o444)
+        Path(folder).chmod(0o755)
+        with as_another_user():
+            vault = open_vault(path, create=create)
+            assert_holds(vault, 0, 40)
+            with pytest.raises(PermissionError):
+                vault.write(state_after(41))
+        for x in [path, *before]:
+            x.chmod(0o755)
+        assert sorted(path.rglob("*")) == before
+
+
+WRITER = """
+    import sys
+    from cleanreplay.vault import Vault
+    from test_vault import ITEM, REPLAY, rows
+
+    vault = Vault(sys.argv[1], ITEM, num_envs=2)
+    start = max(len(vault) - 5, 0)  # where a checkpoint may stand
+    state = REPLAY.init(ITEM)
+    state = state._replace(cursor=state.cursor + max(start - 10, 0))
+    state = REPLAY.add_batch(state, rows(max(start - 10, 0), start)) if start else state
+    print("opened", vault.write(state), flush=True)
+    while True:
+        count = 1 + start % 7
+        state = REPLAY.add_batch(state, rows(start, start + count))
+        start += count
+        vault.write(state)
+        print(start, flush=True)
+"""
+
+
+def write_until_killed(path, random):
+    """A process writes to the vault and is killed at some moment: the rows that it said it has."""
+    with start_python(path.parent, "-c", textwrap.dedent(WRITER), str(path)) as run:
+        assert run.stdout.readline() == "opened 0\n"
+        for _ in range(random.integers(1, 60)):
+            known = int(run.stdout.readline())
+        time.sleep(random.uniform(0, 0.03))  # or it would always be between two writes
+        run.kill()
+        return max([known, *map(int, run.stdout.read().split())])
+
+
+@pytest.mark.slow
+def test_a_vault_killed_at_any_moment_has_every_row(tmp_path):
+    random = np.random.default_rng(25)
+    for _ in range(4):
+        known = write_until_killed(tmp_path / "vault", random)
+        vault = open_vault(tmp_path / "vault")
+
+        assert known <= len(vault) <= known + 7
+        assert_holds(vault, 0, len(vault))
