@@ -450,7 +450,7 @@ class Log(AbstractContextManager):
             tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
         self.first_step = first_step
         self.recent_returns.extend(recent_returns)
-        self.start_time = time.time()
+        self.start_time = time.monotonic()
         self.bar: Any = tqdm(initial=first_step, total=self.total, unit=" steps", disable=quiet)
         # The class is looked up only now, because W&B has replaced it in its module.
         self.writer = writer or event_file_writer.EventFileWriter(str(self.folder), flush_secs=1)
@@ -490,7 +490,7 @@ class Log(AbstractContextManager):
 
     def add_metrics(self, step: int, metrics: dict):
         """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
-        speed = (step - self.first_step) / (time.time() - self.start_time)
+        speed = (step - self.first_step) / max(time.monotonic() - self.start_time, 1e-9)
         metrics = metrics | {"charts/SPS": speed}
         if self.ended:
             returns, lengths = np.transpose(self.ended)

@@ -25,6 +25,10 @@ NAME = "best.safetensors"
 KEY_SHAPE = jax.ShapeDtypeStruct((2,), np.uint32)  # of a random key
 
 
+class DamagedError(UsageError):
+    """A file is damaged, or no agent."""
+
+
 class BestAgent:
     """Writes the file of the agent that did best in the evaluations of a run.
 
@@ -75,10 +79,12 @@ def open_agent(file: Path | str) -> disk.Stored:
     try:
         return disk.open_file(Path(file))
     except (OSError, ValueError) as error:
-        raise UsageError(cannot_be_read(file, error)) from error
+        raise cannot_be_read(file, error) from error
 
 
-def read_leaves(stored: disk.Stored, wanted: dict, known: Iterable[str], what: str) -> dict:
+def read_leaves(
+    stored: disk.Stored, wanted: dict, known: Iterable[str], what: str, absent: Iterable[str] = ()
+) -> dict:
     """Reads leaves by their names in the State; of several agents [num_agents, ...].
 
     Args:
@@ -86,12 +92,13 @@ def read_leaves(stored: disk.Stored, wanted: dict, known: Iterable[str], what: s
       wanted: names, and shapes of one agent.
       known: the names of all leaves of a State.
       what: begins the text of an error.
+      absent: names of what is None in this State, such as statistics of observations.
 
     UsageError if a leaf is missing there or here, has another shape, or is damaged.
     """
     has_several = stored.about["num_agents"] is not None
     prefix = "agent/" if has_several else ""
-    fields = {name.partition("/")[0] for name in wanted}
+    fields = {name.partition("/")[0] for name in [*wanted, *absent]}
     there = {
         name.removeprefix(prefix): shape[has_several:]
         for name, shape in stored.shapes.items()
@@ -106,7 +113,7 @@ def read_leaves(stored: disk.Stored, wanted: dict, known: Iterable[str], what: s
     try:
         found = stored.read([prefix + name for name in wanted])
     except (OSError, ValueError) as error:
-        raise UsageError(cannot_be_read(stored.file, error)) from error
+        raise cannot_be_read(stored.file, error) from error
     return {name: found[prefix + name] for name in wanted}
 
 
@@ -121,15 +128,15 @@ def first_left(about: dict) -> tuple[int | None, dict]:
     return first, {name: values[first] for name, values in about["swept"].items()}
 
 
-def cannot_be_read(file: Path | str, error: Exception) -> str:
-    """Returns what an error tells about a file that cannot be read."""
+def cannot_be_read(file: Path | str, error: Exception) -> UsageError:
+    """Makes an error of reading a UsageError that names the file."""
     reason = checkpoints.first_line(error)
     if checkpoints.is_of_the_machine(error):
-        return f"{file} cannot be read now: {reason}"
+        return UsageError(f"{file} cannot be read now: {reason}")
     how = "copy it again"
     if Path(file).name == NAME:
         how += ", or delete it to load the newest checkpoint of the run"
-    return f"{file} is damaged, or no agent ({reason}): {how}"
+    return DamagedError(f"{file} is damaged, or no agent ({reason}): {how}")
 
 
 def policy_leaves(agent: Agent) -> dict[str, tuple]:
@@ -155,9 +162,9 @@ def start_from(source: str, state: Any, agent: Any) -> Any:
     """Begins a State, or RunnerState of compiled.py, with what another agent has learned.
 
     Args:
-      source: the file of an agent, or the folder of a run, of which the newest checkpoint is taken.
-        Of several agents there the first is taken by the first here, and so on; of too few all in
-        turn.
+      source: the file of an agent, or the folder of a run, of which the newest checkpoint that can
+        be read is taken, or else the best agent. Of several agents there the first whose numbers
+        are finite is taken by the first here, and so on; of too few all in turn.
       state: a new one.
       agent: whose `learned` names what is taken.
 
@@ -167,37 +174,68 @@ def start_from(source: str, state: Any, agent: Any) -> Any:
     for_several = before is not state
     found, about = of_first(partial(read_learned, source, before, agent, for_several))
     has_several = about["num_agents"] is not None
+    lost = about["lost"] if has_several else []
+    left = np.delete(np.arange(about["num_agents"] or 1), lost)
 
     def fitting(like: jax.Array, x: np.ndarray) -> jax.Array:
         x = x if has_several else x[None]
-        rows = np.arange(len(like)) % len(x) if for_several else 0
+        rows = left[np.arange(len(like)) % len(left)] if for_several else left[0]
         return jax.device_put(x[rows].astype(like.dtype), like.sharding)
 
     leaves = disk.by_name(before)
     taken = [fitting(x, found[name]) if name in found else x for name, x in leaves.items()]
     after = jax.tree.unflatten(jax.tree.structure(before), taken)
     tqdm.write(f"starts from {source}, as it was after {about['step']:,} steps")
+    if lost:
+        tqdm.write(f"{source}: agents {lost} diverged, and are left out")
     return state._replace(agent=after) if for_several else after
+
+
+def files_in(source: str) -> list[Path]:
+    """Lists the files that a run can begin with, in the order in which they are tried."""
+    place = Path(source)
+    if place.is_file():
+        return [place]
+    steps = reversed(checkpoints.steps_in(place))
+    best = [place / NAME] if (place / NAME).is_file() else []
+    files = [*(checkpoints.file_at(place, step) for step in steps), *best]
+    return files or [checkpoints.newest(place)]
 
 
 def read_learned(source: str, state: Any, agent: Any, for_several: bool) -> tuple[dict, dict]:
     """Reads what another agent has learned, by the names of leaves, and what is known about it.
 
+    A line names each file that is damaged, where there is another to begin with.
+    """
+    try:
+        *files, last = files_in(source)
+        for file in files:
+            try:
+                return read_file(file, state, agent, for_several)
+            except DamagedError as error:
+                tqdm.write(f"init_from: {error}")
+        return read_file(last, state, agent, for_several)
+    except UsageError as error:
+        raise UsageError(f"init_from: {error}") from error
+
+
+def read_file(file: Path, state: Any, agent: Any, for_several: bool) -> tuple[dict, dict]:
+    """Reads what the agent of a file has learned, see `read_learned`.
+
     From a checkpoint it is all that `learned` names, and from the file of an agent what its policy
     needs: a leaf that is a copy at the start of a run, as in a target network, is a copy again.
     """
-    try:
-        file = Path(source) if Path(source).is_file() else checkpoints.newest(Path(source))
-        stored = open_agent(file)
-        leaves = {name: x.shape[for_several:] for name, x in disk.by_name(state).items()}
-        if not stored.about["is_whole"]:
-            wanted = policy_leaves(agent)
-        else:
-            wanted = {name: leaves[name] for name in disk.names(protocol.learned(agent, state))}
-        found = read_leaves(stored, wanted, leaves, f"{file} is of another network or script")
-    except UsageError as error:
-        raise UsageError(f"init_from: {error}") from error
-    if not stored.about["is_whole"]:
+    stored = open_agent(file)
+    is_whole = stored.about["is_whole"]
+    leaves = {name: x.shape[for_several:] for name, x in disk.by_name(state).items()}
+    learned = protocol.learned(agent, state)
+    wanted = {name: leaves[name] for name in disk.names(learned)}
+    wanted = wanted if is_whole else policy_leaves(agent)
+    absent = disk.names(jax.tree.map(lambda x: x is None, learned, is_leaf=lambda x: x is None))
+    absent = [name for name in absent if name not in leaves]
+    what = f"{file} is of another network or script"
+    found = read_leaves(stored, wanted, leaves, what, absent)
+    if not is_whole:
         originals = copies(agent, list(leaves)).items()
         found |= {name: found[original] for name, original in originals if original in found}
     return found, stored.about

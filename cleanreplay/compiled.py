@@ -347,9 +347,10 @@ def log_entries(logs: list, step: int, interval: int, entries: Entry, seconds: f
             if log is logs[0] and i == count - 1:
                 log.add_metrics(end, row)
                 continue
-            wall_time = time.time() - seconds * (count - 1 - i) / count
-            row["charts/SPS"] = (end - log.first_step) / (wall_time - log.start_time)
-            log.write(end, row, wall_time)
+            before = seconds * (count - 1 - i) / count
+            elapsed = time.monotonic() - before - log.start_time
+            row["charts/SPS"] = (end - log.first_step) / max(elapsed, 1e-9)
+            log.write(end, row, time.time() - before)
 
 
 def evaluate_agents(
@@ -481,10 +482,10 @@ def train_loop(
         step = end
         count = trainer.num_entries(step)
         end = step + count * trainer.interval
-        began = time.time()
+        began = time.monotonic()
         runner, entries = run_entries(runner, step, count)
         entries = jax.tree.map(lambda x: np.asarray(x)[:, :count], entries)  # noqa: B023
-        seconds = time.time() - began
+        seconds = time.monotonic() - began
         trainer.adapt(distributed.any_process(seconds > LONG_CALL))
         finished.extendleft(entries.finished.swapaxes(0, 1))
         returns = recent_returns(finished, returns)

@@ -295,11 +295,20 @@ class Successes(gym.vector.VectorWrapper):
         """Keeps the successes of the episodes that are over [N]."""
         if not over.any():
             return
-        successes = np.array(info.get("is_success", np.full(len(over), np.nan)), float)
+        given = info.get("is_success", np.full(len(over), np.nan))
+        successes = np.array([as_number(x) for x in given])
         successes[~np.broadcast_to(info.get("_is_success", True), len(over))] = np.nan
         self.ended.extend(successes[over])
         is_first = over & np.isnan(self.first)
         self.first[is_first] = successes[is_first]
+
+
+def as_number(x: Any) -> float:
+    """Returns a number, or that in an array of one; NaN for anything else."""
+    try:
+        return float(np.asarray(x, float).item())
+    except (TypeError, ValueError):
+        return np.nan
 
 
 def rate(successes: Any) -> float:

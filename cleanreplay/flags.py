@@ -6,11 +6,10 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -78,7 +77,8 @@ def parse(parse_flags: Any) -> Any:
 
 def with_whole_numbers(tokens: list[str], classes: Any) -> list[str]:
     """Writes 1000000 for 1e6 in the command line, where a flag of these dataclasses is an int."""
-    names = {field.name for flags in classes for field in fields(flags) if field.type is int}
+    types = {name: kind for flags in classes for name, kind in get_type_hints(flags).items()}
+    names = {name for name, kind in types.items() if kind is int}
     result = []
     is_next = False  # whether the token is the value of such a flag
     for token in tokens:
@@ -133,8 +133,8 @@ def check_process() -> None:
 def check_flags(args: Any, run: Any) -> None:
     """Raises UsageError for a flag of another type, or beyond its limits."""
     for flags in (args, run):
-        for field in fields(flags):
-            check_flag(field.name, getattr(flags, field.name), field.type)
+        for name, kind in get_type_hints(type(flags)).items():
+            check_flag(name, getattr(flags, name), kind)
 
 
 def check_flag(name: str, value: Any, expected: Any) -> None:
@@ -179,15 +179,17 @@ def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None
         tqdm.write(f"each iteration, and so each log entry, has {steps:,} steps, because of {how}")
 
 
-def check_memory(init: Callable) -> None:
-    """Raises UsageError if the first State has more bytes than the memory."""
-    leaves = jax.tree.leaves(jax.eval_shape(init))
+def check_memory(make: Callable) -> None:
+    """Raises UsageError if the arrays that `make()` returns have more bytes than the memory."""
+    leaves = jax.tree.leaves(jax.eval_shape(make))
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     has = stats.get("bytes_limit") or min([math.inf, *memory_limits()])
     needs = sum(x.size * x.dtype.itemsize for x in leaves)
     if needs > has:
-        text = f"replay and networks need {needs / 1e9:.1f} GB, and there are {has / 1e9:.1f} GB"
+        text = (
+            f"replay, data and networks need {needs / 1e9:.1f} GB, and there are {has / 1e9:.1f} GB"
+        )
         raise UsageError(f"buffer_size: {text}{GPU_MEMORY if device.platform == 'gpu' else ''}")
 
 
@@ -251,7 +253,7 @@ def read_flags(place: Path | str, run_class: Any, args_class: Any) -> tuple[Any,
 
 def from_json(flags: dict, flags_class: Any) -> dict:
     """Gives flags the types that they had before they were written as JSON."""
-    types: dict[str, Any] = {field.name: field.type for field in fields(flags_class)}
+    types = get_type_hints(flags_class)
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     for name, x in flags.items():
         if isinstance(types[name], type) and not isinstance(x, types[name]) and x is not None:
@@ -278,6 +280,10 @@ def check_resume(args: Any, run: Any) -> tuple[Any, Any]:
     flags = with_absolute_places(vars(run) | vars(args))
     for name, value in (vars(before) | vars(args_before)).items():
         may_change = name == "total_timesteps" or (hasattr(run, name) and name not in NOT_RESUMABLE)
+        if name == "sweep":  # 0.001 is 1e-3
+            from cleanreplay.sweep import make_settings  # which imports this module
+
+            may_change = make_settings(value, args) == make_settings(run.sweep, args)
         if flags[name] != value and not may_change:
             raise UsageError(f"resume: {name} must stay {value}, not become {flags[name]}")
     return before, args_before

@@ -14,8 +14,10 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gymnasium import wrappers
 from gymnasium.spaces import Box, flatdim
 from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import vector
 from jax import Array
 
 from cleanreplay import environments
@@ -23,6 +25,12 @@ from cleanreplay.errors import UsageError
 from cleanreplay.packed import Packed
 
 LONGEST = 1_000  # steps in which a later goal is looked for, where no time limit ends episodes
+# Wrappers that leave rewards and observations alone.
+TRANSPARENT = (
+    *(wrappers.PassiveEnvChecker, wrappers.OrderEnforcing, wrappers.TimeLimit),
+    *(wrappers.RecordEpisodeStatistics, wrappers.RecordVideo, wrappers.RenderCollection),
+    *(wrappers.HumanRendering, wrappers.TransformAction, vector.RecordEpisodeStatistics),
+)
 NEEDED = (
     "observations must be a Dict with achieved_goal and desired_goal, two equal Boxes, and the "
     "environment must have compute_reward(achieved_goal, desired_goal, info)"
@@ -38,16 +46,17 @@ def of_goals(function: Any, shape: tuple) -> Callable:
     distances = np.reshape([0, *10.0 ** np.arange(-4, 7)], (-1, *[1] * len(shape)))
     desired: Any = (distances + np.zeros(shape)).astype(np.float32)
     achieved: Any = np.zeros_like(desired)
-    each = [function(a, d, {}) for a, d in zip(achieved, desired, strict=True)]
-    try:
-        takes_many = np.array_equal(
-            each, np.broadcast_to(function(achieved, desired, {}), len(each))
-        )
-    except Exception:  # whatever it raises: it does not take several
-        takes_many = False
 
     def of_rows(achieved: Any, desired: Any) -> Any:
+        if isinstance(achieved, np.ndarray):  # it may change its arguments
+            achieved, desired = achieved.copy(), desired.copy()
         return function(achieved, desired, {})
+
+    each = [of_rows(*pair) for pair in zip(achieved, desired, strict=True)]
+    try:
+        takes_many = np.array_equal(each, np.broadcast_to(of_rows(achieved, desired), len(each)))
+    except Exception:  # whatever it raises: it does not take several
+        takes_many = False
 
     def call_back(achieved: Any, desired: Any) -> np.ndarray:
         lead = achieved.shape[: achieved.ndim - len(shape)]
@@ -88,11 +97,27 @@ def find_task(envs: gym.vector.VectorEnv, make_envs: Callable) -> tuple[Any, Cal
     are_boxes = all(isinstance(space, Box) for space in pair) and pair[0].shape == pair[1].shape
     if not are_boxes or method_of(task, "compute_reward") is None:
         raise UsageError(f"her_fraction: {env} has no goals: {NEEDED}")
+    check_wrappers(environments.before_wrap(envs))
+    check_wrappers(env)
     if task is not env:
         return task, lambda: None
     own = make_envs(1)
     own.reset(seed=0)
     return first_of(own), own.close
+
+
+def check_wrappers(env: Any) -> None:
+    """Raises UsageError for a wrapper that may change the rewards or the goals.
+
+    Only those outside of what has `compute_reward` matter, which knows nothing of them.
+    """
+    while env is not env.unwrapped and not hasattr(type(env), "compute_reward"):
+        if not isinstance(env, TRANSPARENT):
+            text = (
+                f"{type(env).__name__} may change rewards or goals, which are computed without it"
+            )
+            raise UsageError(f"her_fraction: {text}: let it have compute_reward, or leave it out")
+        env = env.env
 
 
 def first_of(envs: gym.vector.VectorEnv) -> Any:
@@ -132,8 +157,8 @@ class Goals(NamedTuple):
     close: Callable[[], None]  # the environment that is asked
 
     def as_goals(self, flat: Array) -> Array:
-        """Shapes flat goals [..., G] as the environment does."""
-        return flat.reshape(*flat.shape[:-1], *self.shape)
+        """Shapes flat goals [..., G] as the environment does. They are float32, not bytes."""
+        return flat.reshape(*flat.shape[:-1], *self.shape).astype(jnp.float32)
 
     def relabel(self, replay: Any, state: Any, sample: Any, key: Array) -> Any:
         """Gives the first sequences [B, W, ...] of a Sample goals that were achieved later.
@@ -143,7 +168,8 @@ class Goals(NamedTuple):
         rows = round(self.fraction * len(sample.indices))
         steps = jax.tree.map(lambda x: x[:rows], sample.experience)
         first = sample.indices[:rows] + self.before * replay.envs
-        later = replay.later(state, first, key, state.storage.valid, horizon=self.horizon)
+        horizon = min(self.horizon, replay.max_size // replay.envs)  # no ring is longer
+        later = replay.later(state, first, key, state.storage.valid, horizon=horizon)
         single_steps = replace(replay, sequence_length=None)  # a view of the same state
         goal = single_steps.get(state, later).observation[:, None, self.achieved]
         observation = steps.observation.at[..., self.desired].set(goal)
@@ -164,8 +190,10 @@ def find_goals(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> Go
 
     `make_envs(1)` makes one for goals that JAX cannot trace.
     """
-    if round(args.her_fraction * args.batch_size) == 0:
-        raise UsageError(f"her_fraction: {args.her_fraction} of batch_size is not one window")
+    offline = round(args.offline_fraction * args.batch_size) if args.offline_data else 0
+    for part in (args.batch_size - offline, offline):
+        if part > 0 and round(args.her_fraction * part) == 0:
+            raise UsageError(f"her_fraction: {args.her_fraction} of {part} is not one window")
     if isinstance(envs.single_observation_space, Packed):
         raise UsageError("her_fraction takes no images: goals are found in a vector of numbers")
     task, close = find_task(envs, make_envs)

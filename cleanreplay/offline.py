@@ -5,22 +5,27 @@ As in RLPD: Ball et al. 2023, arXiv 2302.02948, section 4.1. The data are the fo
 replay that holds all of them; `replays.Mixed` draws from it.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import jax
 import numpy as np
 from tqdm import tqdm
 
 import buffers
+from cleanreplay import spaces
 from cleanreplay.errors import UsageError
 from cleanreplay.flags import MINARI
+
+ROUNDING = 2e-5  # of an action beyond the bounds that is clipped: 1e-5 of the range from -1 to 1
 
 
 def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
     """Reads the state of a replay of items like `item`, with the data of --offline-data.
 
-    `env_spaces` are those of the run, see `spaces.of_envs`.
+    `env_spaces` are those of the run, see `spaces.of_envs`. UsageError if the data do not fit.
     """
     args = agent.args
     name = args.offline_data
@@ -28,74 +33,140 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
         text = "must leave at least one of batch_size for the data, and one for the replay"
         raise UsageError(f"offline_fraction {text}, not {args.offline_fraction}")
     if name.startswith(MINARI):
-        data = of_minari(agent, item, name, env_spaces.get("entries"))
+        dataset = open_minari(name)
+        check_origin(name, about_minari(dataset), run, env_spaces)
+        data = of_minari(agent, item, name, dataset, env_spaces.get("entries"))
     else:
-        data = of_vault(item, run, name)
-    steps = data.storage
-    check_actions(agent, name, steps.action)
-    rows, num_envs = steps.valid.shape
+        vault = open_vault(name)
+        check_origin(name, vault.about, run, env_spaces)
+        data = of_vault(item, vault)
+    data = data._replace(storage=checked(agent, name, data.storage))
+    rows, num_envs = data.storage.valid.shape
     if rows < agent.replay.window:
         raise UsageError(f"offline_data: {name} has {rows} rows, too few for n_step, frame_stack")
     part = f"{args.offline_fraction:.0%} of each batch"
-    tqdm.write(f"{part} is from {name}, which has {int(steps.valid.sum()):,} steps")
+    tqdm.write(f"{part} is from {name}, which has {int(data.storage.valid.sum()):,} steps")
     return data
 
 
-def check_actions(agent: Any, name: str, action: Any) -> None:
-    """Raises UsageError if Discrete actions are not among those of the run."""
-    number = getattr(agent, "num_actions", None)
-    if action.dtype.kind == "i" and (action.min() < 0 or action.max() >= number):
-        given = f"from {action.min()} to {action.max()}"
-        raise UsageError(f"offline_data: {name} has actions {given}, and this run has {number}")
+def check_origin(name: str, about: dict, run: Any, env_spaces: dict) -> None:
+    """Raises UsageError if the data have actions with other bounds, and reports other environments.
+
+    `about` has what is known of `env_id`, `env_kwargs` and `spaces`.
+    """
+    here = {"env_id": run.env_id.rpartition(":")[2], "env_kwargs": json.loads(run.env_kwargs)}
+    there = about | {"env_id": about.get("env_id", run.env_id).rpartition(":")[2]}
+    for what, value in here.items():
+        if there.get(what, value) != value:
+            tqdm.write(f"{name} has steps of {what} {there[what]}, and this run of {value}")
+    pair = [found.get("action") for found in (about.get("spaces", {}), env_spaces)]
+    boxes: list = [spaces.from_json(action) for action in pair if action and "low" in action]
+    if len(boxes) < 2 or boxes[0].shape != boxes[1].shape:
+        return
+    data, run_box = boxes
+    if not (np.allclose(data.low, run_box.low) and np.allclose(data.high, run_box.high)):
+        raise UsageError(f"offline_data: {name} has actions in {data}, this run in {run_box}")
 
 
-def of_vault(item: Any, run: Any, name: str) -> Any:
-    """Reads the state of a replay with all steps of a vault, or of that of a run."""
+def checked(agent: Any, name: str, steps: Any) -> Any:
+    """Returns steps [rows, N, ...] with actions within their bounds.
+
+    UsageError for a number that is not finite, or an action that this run cannot take.
+    """
+    for leaf, values in steps._asdict().items():
+        for x in jax.tree.leaves(values):
+            if x.dtype.kind == "f" and not np.isfinite(x).all():
+                row = np.argwhere(~np.isfinite(x))[0][0]
+                raise UsageError(f"offline_data: {name}, row {row}: the {leaf} is not finite")
+    action = np.asarray(steps.action)
+    if action.dtype.kind == "f":
+        least, largest = -1 - ROUNDING, 1 + ROUNDING
+        bounds = "the bounds of the action space"
+    else:
+        least, largest = 0, agent.num_actions - 1
+        bounds = f"the {agent.num_actions} actions of this run"
+    beyond = (action < least) | (action > largest)
+    if beyond.any():
+        row = np.argwhere(beyond)[0][0]
+        raise UsageError(f"offline_data: {name} has an action in row {row} beyond {bounds}")
+    return steps._replace(action=steps.action.clip(-1, 1)) if action.dtype.kind == "f" else steps
+
+
+def open_vault(name: str) -> Any:
+    """Opens a vault, or that of a run."""
     from cleanreplay.vault import Vault
 
     path = Path(name)
     try:
-        vault = Vault(path / "experience" if (path / "experience").exists() else path, create=False)
-        _, state = vault.load(item)
+        return Vault(path / "experience" if (path / "experience").exists() else path, create=False)
     except FileNotFoundError as error:
         text = f"{error}: a run has one with --save-experience"
         raise UsageError(f"offline_data: {text}") from error
     except (ValueError, OSError) as error:
         raise UsageError(f"offline_data: {error}") from error
-    env_id = vault.about.get("env_id", run.env_id)
-    if env_id != run.env_id:
-        tqdm.write(f"{name} has steps of {env_id}, and this run is in {run.env_id}")
-    return state
 
 
-def of_minari(agent: Any, item: Any, name: str, entries: dict | None) -> Any:
-    """Reads the state of a replay with all steps of a Minari dataset.
+def of_vault(item: Any, vault: Any) -> Any:
+    """Reads the state of a replay with all steps of a vault."""
+    try:
+        return vault.load(item)[1]
+    except (ValueError, OSError) as error:
+        raise UsageError(f"offline_data: {error}") from error
 
-    Each episode is followed by a row that only resets. A Dict of observations is flattened in the
-    order of `entries`, see `spaces.entries_of`: Minari keeps its own.
-    """
+
+def open_minari(name: str) -> Any:
+    """Loads a dataset of Minari, minari:NAME."""
     try:
         import minari
 
-        dataset: Any = minari.load_dataset(name.removeprefix(MINARI), download=True)
+        return minari.load_dataset(name.removeprefix(MINARI), download=True)
     except ModuleNotFoundError as error:
         text = f'{name} needs {error.name}: pip install "minari[hdf5]"'
         raise UsageError(f"offline_data: {text}") from error
     except Exception as error:  # it is not on this disk, and was not found elsewhere
         raise UsageError(f"offline_data: {name} cannot be loaded: {error}") from error
+
+
+def about_minari(dataset: Any) -> dict:
+    """Returns the environment and the action space of a dataset, as a vault has them."""
+    action = spaces.to_json(dataset.action_space)
+    spec = dataset.env_spec
+    return {"spaces": {"action": action}} | ({"env_id": spec.id} if spec else {})
+
+
+def of_minari(agent: Any, item: Any, name: str, dataset: Any, entries: dict | None) -> Any:
+    """Reads the state of a replay with all steps of a Minari dataset.
+
+    Each episode is followed by a row that only resets. A Dict of observations is flattened in the
+    order of `entries`, see `spaces.entries_of`: Minari keeps its own.
+    """
     found = dataset.iterate_episodes()
     episodes = [steps_of(agent, item, dataset, episode, entries) for episode in found]
     steps = {}
     for leaf, first in episodes[0].items():
         like = getattr(item, leaf)
-        rows = np.concatenate([episode[leaf] for episode in episodes])
+        what = f"offline_data: each {leaf} of {name}"
         if first.shape[1:] != like.shape:
             text = f"{list(first.shape[1:])}, and this run needs {list(like.shape)}"
-            raise UsageError(f"offline_data: each {leaf} of {name} has shape {text}")
-        steps[leaf] = rows.astype(like.dtype)
+            raise UsageError(f"{what} has shape {text}")
+        rows = np.concatenate([episode[leaf] for episode in episodes])
+        steps[leaf] = as_dtype(rows, like.dtype, what)[:, None]
     replay = buffers.uniform_replay(len(steps["valid"]), num_envs=1)
-    rows = item._replace(**{leaf: x[:, None] for leaf, x in steps.items()})
-    return replay.add_batch(replay.init(item), rows)
+    return replay.add_batch(replay.init(item), item._replace(**steps))
+
+
+def as_dtype(x: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
+    """Converts numbers as training converts those of an environment.
+
+    UsageError if they are to be integers or bools, and would be other numbers.
+    """
+    with np.errstate(all="ignore"):
+        result = x.astype(dtype)
+    if dtype.kind != "f" and (result != x).any():
+        row = np.argwhere(result != x)[0][0]
+        wrong = x[result != x][0]
+        raise UsageError(f"{what} must be {dtype} without rounding, not {wrong} as in row {row}")
+    return result
 
 
 def steps_of(
@@ -105,6 +176,12 @@ def steps_of(
     observation = as_flat(dataset.observation_space, episode.observations, entries)
     length = len(episode.rewards)
     actions = np.asarray(episode.actions)
+    lengths = (len(observation), len(actions), len(episode.terminations))
+    if lengths != (length + 1, length, length):
+        counts = f"{lengths[0]} observations, {lengths[1]} actions and {length} rewards"
+        raise UsageError(
+            f"offline_data: episode {episode.id} has {counts}, not one observation more"
+        )
     action = as_stored_actions(agent, item.action, dataset.action_space, actions)
     is_last = np.arange(length + 1) == length - 1
     terminated = np.append(episode.terminations, False)
@@ -142,4 +219,5 @@ def as_stored_actions(agent: Any, like: Any, space: gym.Space, actions: np.ndarr
         raise UsageError(f"offline_data: the data have actions {space}, this run others")
     low = agent.to_env_action(np.full(like.shape, -1.0, np.float32))
     high = agent.to_env_action(np.full(like.shape, 1.0, np.float32))
-    return 2 * (actions - low) / (high - low) - 1
+    is_free = high > low  # else the only action is stored as 0
+    return np.where(is_free, 2 * (actions - low) / np.where(is_free, high - low, 1) - 1, 0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from cleanreplay import agent_file, disk, environments, flags, protocol, spaces
 from cleanreplay.errors import UsageError
@@ -32,7 +33,9 @@ class Loaded(NamedTuple):
 def load_agent(place: Path | str, script: Path | str = "") -> Loaded:
     """Loads the agent of a file, or of a run the best one; without one, that of a checkpoint."""
     saved = flags.read_run(place)
-    module = import_script(Path(script or saved["script"]))
+    module: Any = import_script(Path(script or saved["script"]))
+    if Path(module.__file__).name != Path(saved["script"]).name:
+        tqdm.write(f"{place} was trained by {saved['script']}, and {script} loads it")
     run, args = flags.read_flags(place, module.Run, module.Args)
     stored = agent_file.open_agent(agent_file.find(place))
     number, own = agent_file.first_left(stored.about)
@@ -89,9 +92,12 @@ def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.n
         if not isinstance(given, Mapping) or set(given) != set(names):
             raise ValueError(f"observations must be a dict of {', '.join(names)}")
         parts = {}
+        count = np.shape(given[names[0]])[:1]
         for name, shape, dtype in layout:
             like = np.zeros((*example.shape[:-1], *shape), dtype)
             x = np.asarray(given[name])
+            if x.shape[:1] != count:
+                raise ValueError(f"observations must have as many rows in {name} as in {names[0]}")
             has_numbers = like.dtype.kind == "f" and x.size == len(x) * like.size
             parts[name] = as_observations(x.reshape(-1, *like.shape) if has_numbers else x, like)
         return pack(parts, layout)
@@ -111,14 +117,15 @@ def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.n
 
 def import_script(file: Path) -> Script:
     """Imports the module of a script, which need not be on Python's path."""
-    module: Any = sys.modules.get(file.stem)
-    if module is not None and Path(module.__file__ or "").absolute() == file.absolute():
-        return module
-    file = file if file.is_file() else Path(file.name)  # in the working directory
+    file = (file if file.is_file() else Path(file.name)).absolute()  # in the working directory
+    for name in (file.stem, str(file)):
+        module: Any = sys.modules.get(name)
+        if module is not None and Path(module.__file__ or "").absolute() == file:
+            return module
     if not file.is_file():
         raise UsageError(f"there is no script {file}: say where, as in load_policy(folder, script)")
-    spec: Any = importlib.util.spec_from_file_location(file.stem, file)
+    spec: Any = importlib.util.spec_from_file_location(str(file), file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # where dataclasses look for it
+    sys.modules[str(file)] = module  # where dataclasses look for it; no module has this name
     spec.loader.exec_module(module)
     return module

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 import buffers
-from cleanreplay import goals
+from cleanreplay import flags, goals
 
 
 @dataclass(frozen=True)
@@ -213,15 +213,24 @@ def rings(state: Any) -> list:
 
 
 def with_data(state: Any, read: Callable) -> Any:
-    """Returns a State or RunnerState with offline data: `read(item)`, of items as in the replay."""
+    """Returns a State or RunnerState with offline data: `read(item)`, of items as in the replay.
+
+    Each agent has all of them. UsageError if they do not fit into memory.
+    """
 
     def add(x: Any) -> Any:
         if not isinstance(x, MixedState):
             return x
         agents = x.replay.cursor
         data = read(item_of(x.replay))
-        data = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, agents.shape + leaf.shape), data)
-        return x._replace(data=jax.device_put(data, agents.sharding))
+
+        def for_agents() -> Any:
+            return jax.tree.map(
+                lambda leaf: jnp.broadcast_to(leaf, agents.shape + leaf.shape), data
+            )
+
+        flags.check_memory(lambda: (state, for_agents()))
+        return x._replace(data=jax.device_put(for_agents(), agents.sharding))
 
     return map_replays(add, state)
 

@@ -84,24 +84,22 @@ class RunFolder(AbstractContextManager):
         run = self.run
         is_first_process = jax.process_index() == 0
         flags.check_memory(init)
+        state = init()
+        if not run.resume:
+            state = self.with_data(self.with_learned(state))  # their errors leave no folder
         if run.track and not run.resume:  # without a login there will be no folder
             self.begin_tracking()
         if is_first_process:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.on_exit.enter_context(locked(self.path))
+            self.lock()
         if run.track and run.resume:
             self.begin_tracking()
         checkpoints = Checkpoints(self.path)
         self.on_exit.callback(checkpoints.wait)
-        state = init()
         if run.resume:
             state = on_resume(self.restore(checkpoints, replays.without_data(state)))
-        elif source := getattr(self.agent.args, "init_from", ""):
-            state = agent_file.start_from(source, state, self.agent)
-        if getattr(self.agent.args, "offline_data", ""):
-            read = partial(offline.read, self.agent, run, self.env_spaces)
-            state = replays.with_data(state, read)
-        self.vault = open_vault(self.agent, state, run, self.path, self.script)
+            state = self.with_data(state)
+            tracking.let_events_follow(self.path)
+        self.vault = open_vault(self.agent, state, run, self.path, self.script, self.env_spaces)
         if is_first_process:
             self.write_flags()
         if run.checkpoint_interval > 0:
@@ -110,6 +108,26 @@ class RunFolder(AbstractContextManager):
         if run.track:
             self.on_exit.callback(tracking.log_videos, self.path, self.first_step)
         return state
+
+    def with_learned(self, state: Any) -> Any:
+        """Returns a State that begins with what another agent has learned, with --init-from."""
+        source = getattr(self.agent.args, "init_from", "")
+        return agent_file.start_from(source, state, self.agent) if source else state
+
+    def with_data(self, state: Any) -> Any:
+        """Returns a State that has the data of --offline-data."""
+        if not getattr(self.agent.args, "offline_data", ""):
+            return state
+        read = partial(offline.read, self.agent, self.run, self.env_spaces)
+        return replays.with_data(state, read)
+
+    def lock(self) -> None:
+        """Makes the folder, and locks it until the end. UsageError if that is not possible."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.on_exit.enter_context(locked(self.path))
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def begin_tracking(self) -> None:
         """Begins the run in Weights & Biases, or resumes it."""
@@ -190,7 +208,7 @@ class RunFolder(AbstractContextManager):
             error.add_note(f"in {self.run.env_id}, {self.path}")
         self.on_exit.close()
         if isinstance(error, OSError) and disk.is_full(error):
-            raise UsageError(f"no space left on the disk of {self.path}") from error
+            raise UsageError(f"{error}: what was saved is in {self.path}") from error
 
 
 def are_finite(tree: Any, xp: Any = np) -> Any:
@@ -211,14 +229,16 @@ def check_experience(agent: Any, run: Any) -> None:
         raise UsageError(f"buffer_size must be >= {longest} to save each log_interval")
 
 
-def open_vault(agent: Any, state: Any, run: Any, folder: Path, script: Path) -> Any:
+def open_vault(
+    agent: Any, state: Any, run: Any, folder: Path, script: Path, env_spaces: dict
+) -> Any:
     """Opens the experience on disk with --save-experience, otherwise None."""
     if not protocol.saves_experience(agent):
         return None
     from cleanreplay.vault import Vault
 
     about = {"env_id": run.env_id, "env_kwargs": json.loads(run.env_kwargs), "seed": run.seed}
-    about["script"] = script.stem
+    about |= {"script": script.stem, "spaces": json.loads(disk.to_json(env_spaces))}
     item = replays.item_of(protocol.experience(state))
     return Vault(folder / "experience", item, agent.args.num_envs, about=about)
 

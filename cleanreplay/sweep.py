@@ -10,11 +10,11 @@ program each agent is made from flags whose swept values are traced numbers.
 import itertools
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import numpy as np
@@ -36,6 +36,8 @@ class Sweep:
 
     def __init__(self, args: Any, run: Any) -> None:
         self.run = run
+        if run.seed + run.num_seeds - 1 > flags.INT32:
+            raise UsageError(f"num_seeds: the last seed is beyond 2**31 - 1, as seed is {run.seed}")
         self.settings = make_settings(run.sweep, args)
         seeds = run.seed + np.arange(run.num_seeds)
         self.seeds = np.tile(seeds, len(self.settings)).astype(np.uint32)  # [agents]
@@ -102,8 +104,12 @@ class Sweep:
 
 
 def in_words(values: dict[str, float]) -> list[str]:
-    """Writes flags with their values, such as gamma=0.99."""
-    return [f"{name}={value:g}" for name, value in values.items()]
+    """Writes flags with their values, such as gamma=0.99: with six digits, if it has no more."""
+    texts = {name: f"{value:g}" for name, value in values.items()}
+    return [
+        f"{name}={text if float(text) == values[name] else values[name]}"
+        for name, text in texts.items()
+    ]
 
 
 def replace_args(make_agent: partial, values: dict) -> partial:
@@ -154,7 +160,7 @@ def read_item(item: str, args: Any) -> list[dict[str, float]]:
 
 def check_name(name: str, args: Any) -> None:
     """Raises UsageError if there is no such flag of the algorithm, or if it is no float."""
-    types = {field.name: field.type for field in fields(args)}
+    types = get_type_hints(type(args))
     if name not in types:
         near = get_close_matches(name, types, 1)
         hint = f": {near[0]}?" if near else ""

@@ -4,6 +4,7 @@ Weights & Biases.
 
 import json
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -68,6 +69,21 @@ def write_header(writer: Any, flags: dict[str, Any], begin: int) -> None:
         hparams.hparams_pb(plain),
     ):
         writer.add_event(Event(wall_time=now, step=begin + 1, summary=summary))
+
+
+def let_events_follow(folder: Path) -> None:
+    """Renames the event files of a run that are newer than the clock, as after it was set back.
+
+    TensorBoard reads the files of a folder in the order of their names, which begin with the
+    second, and drops what a resume has logged if its file comes first.
+    """
+    for place in {file.parent for file in folder.rglob("events.out.tfevents.*")}:
+        last = int(time.time()) - 1
+        for file in sorted(place.glob("events.out.tfevents.*"), reverse=True):
+            begin, second, end = re.split(r"(?<=tfevents\.)(\d+)", file.name, maxsplit=1)
+            if int(second) > last:
+                file.rename(file.with_name(f"{begin}{last:010}{end}"))
+            last = min(int(second), last - 1)
 
 
 def write_origin(folder: Path, begin: int, script: Path) -> None:

@@ -22,8 +22,11 @@ from tqdm import tqdm
 
 from cleanreplay import environments, networks, policies, protocol
 from cleanreplay.errors import UsageError
+from cleanreplay.flags import check_flag
 
 MOST_FRAMES = 25  # per second of a file
+NO_SCREEN = ("dummy", "offscreen")  # drivers of SDL
+NO_WINDOW = ": --output agent.gif draws what the agent sees"
 PIXELS = 300  # smaller pictures get larger pixels, up to this height or width
 
 
@@ -42,6 +45,7 @@ def watch(flags: Flags) -> list[float]:
     """Shows episodes, prints their returns and returns them."""
     if flags.episodes < 1:
         raise UsageError(f"episodes must be at least 1, not {flags.episodes}")
+    check_flag("seed", flags.seed, int)
     loaded = policies.load_agent(flags.agent, flags.script)
     agent, params, run = loaded.agent, loaded.params, loaded.run
     script: Any = loaded.script
@@ -77,8 +81,8 @@ def output_of(flags: Flags) -> Path | None:
         output = agent / "agent.gif" if agent.is_dir() else agent.with_suffix(".gif")
     if output.suffix not in (".gif", ".mp4"):
         raise UsageError(f"output must end in .gif or .mp4, not {output}")
-    if not output.absolute().parent.is_dir():
-        raise UsageError(f"output: there is no folder {output.parent}")
+    if not os.access(output.absolute().parent, os.W_OK):
+        raise UsageError(f"output: {output.parent} is no folder that can be written")
     try:
         import moviepy  # noqa: F401  which writes it
     except ModuleNotFoundError as error:
@@ -105,6 +109,7 @@ def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
             raise ValueError(f"drawn, it observes {envs.single_observation_space}")
         envs.reset()
         if mode == "human":  # a step draws it
+            check_window()
             return envs, lambda observation: None
         if envs.render()[0] is None:
             raise ValueError("it renders nothing")
@@ -115,11 +120,16 @@ def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
             text = f"{run.env_id} cannot be drawn: it needs the render mode {mode} ({why})"
             raise UsageError(text) from error
     if mode == "human":
-        raise UsageError(
-            f"{run.env_id} has no window: --output agent.gif draws what the agent sees"
-        )
+        raise UsageError(f"{run.env_id} has no window{NO_WINDOW}")
     tqdm.write(f"{run.env_id} does not render: it is drawn as the agent sees it")
     return script.make_envs(args, run, 1), lambda observation: resized(as_picture(observation))
+
+
+def check_window() -> None:
+    """Raises ValueError if pygame draws to no screen, which it does without a word."""
+    pygame = sys.modules.get("pygame")
+    if pygame and pygame.display.get_init() and pygame.display.get_driver() in NO_SCREEN:
+        raise ValueError(f"there is no screen{NO_WINDOW}")
 
 
 def play(
