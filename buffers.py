@@ -1058,7 +1058,7 @@ class ClusteredReplay(WithPriorities):
 
     def _all_indices(self, counters: State) -> Array:
         index = jax.vmap(self.ring._all_indices)(counters)  # [K, items of one]
-        cluster = jnp.arange(self.num_clusters)[:, None]
+        cluster = jnp.arange(self.num_clusters, dtype=int32)[:, None]
         return jnp.where(index >= 0, index * self.num_clusters + cluster, -1).ravel()
 
     def _set(self, counters: State, indices: Array, priorities: Array) -> State:

@@ -369,9 +369,10 @@ def evaluate_agents(
         returns, successes = trainer.evaluate(params, runner.values)
         for log, *own in zip(logs, returns, successes, strict=True):
             log_returns(log, step, *own)
-        scores = np.where(trainer.which_are_finite(params), returns.mean(axis=1), -np.inf)
+        are_left = trainer.which_are_finite(params)
+        scores = np.where(are_left, returns.mean(axis=1), -np.inf)
         best = int(np.argmax(scores))
-        line = f"{step:,} steps: return {returns.mean():.2f} in an evaluation"
+        line = f"{step:,} steps: return {returns[are_left].mean():.2f} in an evaluation"
         of_best = f", the best {scores[best]:.2f} with {trainer.sweep.label(best)}"
         tqdm.write(line + of_best if run.sweep else line)
         _, values = trainer.sweep.flags(best)

@@ -274,6 +274,7 @@ class Successes(gym.vector.VectorWrapper):
         super().__init__(envs)
         self.ended: list = []
         self.first = np.full(envs.num_envs, np.nan)
+        self.is_first = np.ones(envs.num_envs, bool)  # whether an episode is the first
         self.is_reported = False  # whether an `info` has had a success
 
     def __getattr__(self, name: str) -> Any:
@@ -286,9 +287,11 @@ class Successes(gym.vector.VectorWrapper):
         """Takes a step of each environment."""
         result = self.env.step(actions)
         info = result[4]
+        over = np.asarray(result[2] | result[3], bool)
         if self.is_reported or "is_success" in info:
             self.is_reported = True
-            self.note(np.asarray(result[2] | result[3]), info)
+            self.note(over, info)
+        self.is_first &= ~over
         return result
 
     def note(self, over: np.ndarray, info: dict) -> None:
@@ -299,7 +302,7 @@ class Successes(gym.vector.VectorWrapper):
         successes = np.array([as_number(x) for x in given])
         successes[~np.broadcast_to(info.get("_is_success", True), len(over))] = np.nan
         self.ended.extend(successes[over])
-        is_first = over & np.isnan(self.first)
+        is_first = over & self.is_first
         self.first[is_first] = successes[is_first]
 
 

@@ -128,7 +128,8 @@ def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
 def check_window() -> None:
     """Raises ValueError if pygame draws to no screen, which it does without a word."""
     pygame = sys.modules.get("pygame")
-    if pygame and pygame.display.get_init() and pygame.display.get_driver() in NO_SCREEN:
+    driver = pygame.display.get_driver() if pygame and pygame.display.get_init() else ""
+    if driver in NO_SCREEN and driver != os.environ.get("SDL_VIDEODRIVER"):
         raise ValueError(f"there is no screen{NO_WINDOW}")
 
 

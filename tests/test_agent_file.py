@@ -27,7 +27,7 @@ import ppo_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import UsageError, agent_file, disk, load_policy, protocol, watch
+from cleanreplay import UsageError, agent_file, checkpoints, disk, load_policy, protocol, watch
 
 OBSERVATIONS = 100 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 BOX = gym.spaces.Box(-1, 1, (3,))
@@ -130,6 +130,7 @@ def test_a_damaged_file_is_one_line(read, name, damage, word):
     saved = saved_run(dqn_jax, **COUNTED).copied()
     if name is None:
         (saved.folder / BEST).unlink()
+        shutil.rmtree(saved.folder / "checkpoints/100")
     name = name or "checkpoints/200/state.safetensors"
     damage(saved.folder / name)
     with pytest.raises(UsageError, match=rf"{name} is damaged, or no agent \(.*{word}") as caught:
@@ -230,6 +231,40 @@ def test_a_file_gives_what_the_policy_needs(script, fresh_field):
     assert_trees_equal(getattr(state, fresh_field), getattr(fresh, fresh_field))
     if script is dqn_jax:
         assert_trees_equal(state.target_params, state.params)
+
+
+def test_a_run_passes_over_a_damaged_checkpoint(capsys):
+    """And begins with the one before it, or with the best agent where no other is left."""
+    saved = saved_run(dqn_jax, **COUNTED).copied()
+    name = "params/params/q/bias"
+    older = disk.open_file(saved.folder / "checkpoints/100/state.safetensors").read([name])[name]
+    flip_a_bit(saved.folder / "checkpoints/200/state.safetensors", name)
+    _, _, state = begin(saved)
+    shutil.rmtree(saved.folder / "checkpoints")
+    _, _, of_best = begin(saved)
+
+    assert "200/state.safetensors is damaged" in capsys.readouterr().out
+    np.testing.assert_array_equal(state.params["params"]["q"]["bias"], older)
+    assert_trees_equal(of_best.params, saved.state.params)
+
+
+def test_agents_that_diverged_are_left_out(capsys):
+    saved = saved_run(per_dqn_jax, **CHAINED).copied()
+    file = checkpoints.newest(saved.folder)
+    rewrite(file, lost=[0])
+    _, _, state = begin(saved)
+
+    assert_trees_equal(state.params, jax.tree.map(lambda x: x[1], saved.state.params))
+    assert "agents [0] diverged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of_file", [False, True])
+def test_statistics_are_not_dropped_silently(of_file):
+    save_agent(ppo_jax, "environments:OnceBox-v0")
+    saved = saved_run(ppo_jax)
+    place = BEST if of_file else saved.folder
+    with pytest.raises(UsageError, match=r"obs_rms/mean is \(.*\) there, missing here"):
+        begin(saved, place, normalize_observations=False)
 
 
 def begin_with_other_statistics(saved):

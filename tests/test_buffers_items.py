@@ -249,10 +249,10 @@ def test_sizes_and_indices_are_int32_with_64_bits_as_well():
     clustered = buffers.clustered_replay(2, inner, lambda item: 0)
 
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        indices, is_held = inner.indices(inner.init(np.float32(0)))
+        found = [buffer.indices(buffer.init(np.float32(0))) for buffer in (inner, clustered)]
         sizes = [buffer.size(buffer.init(np.float32(0))) for buffer in (inner, clustered)]
 
-    assert (indices.dtype, is_held.dtype) == (jnp.int32, jnp.bool_)
+    assert [(x.dtype, is_held.dtype) for x, is_held in found] == [(jnp.int32, jnp.bool_)] * 2
     assert [(size.dtype, size.shape) for size in sizes] == [(jnp.int32, ())] * 2
 
 

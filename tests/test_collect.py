@@ -183,7 +183,8 @@ def test_cartpole_is_collected_without_a_loss(num_envs):
 
 def test_large_integers_are_alike_in_acting_and_learning():
     space = gym.spaces.Box(2**40 + 5, 2**40 + 5, (1,), np.int64)
-    gym.register("Amounts-v0", partial(Given, space, gym.spaces.Discrete(2), length=1))
+    make = partial(Given, space, gym.spaces.Discrete(2), length=1)
+    gym.register("Amounts-v0", make, disable_env_checker=True)
     args = Args(num_envs=2, train_frequency=8, batch_size=2, learning_starts=2)
     run = Run(env_id="Amounts-v0", eval_episodes=1)
     agent = make_agent(dqn_jax, args, run)
@@ -191,7 +192,7 @@ def test_large_integers_are_alike_in_acting_and_learning():
 
     def act(params, observation, *_):
         seen.append(observation)
-        return np.ones(len(observation))
+        return np.ones(len(observation), int)
 
     agent.act = act
     (rollout,), _ = collect(agent, dqn_jax.make_envs(args, run, 2), None, None, count=1, seed=0)

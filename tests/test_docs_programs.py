@@ -140,18 +140,21 @@ def test_the_dataset_of_demonstrations_is_read(tmp_path, monkeypatch):
     agent = make_agent(sac_jax, sac_jax.Args(), sac_jax.Run(env_id="MountainCarContinuous-v0"))
     name = "minari:mountaincar/pusher-v0"
 
-    steps = cleanreplay.offline.of_minari(agent, agent.example_step, name, None).storage
+    dataset = cleanreplay.offline.open_minari(name)
+    steps = cleanreplay.offline.of_minari(agent, agent.example_step, name, dataset, None).storage
+
     assert steps.valid.sum() == 885
     assert steps.terminated.sum() == 10
 
 
+BANDIT = {"sequence_length": 32, "num_minibatches": 2}
 # Library, script, environment, flags, and the least return, which random actions reach.
 ENVIRONMENTS = [
-    ("gymnasium", dqn_jax, "my_corridor:Corridor-v0", {}, -10),
+    ("gymnasium", dqn_jax, "my_corridor:Corridor-v0", {}, -11),
     ("gymnasium", dqn_jax, "my_taxi:MaskedTaxi-v0", {}, -2_000),
-    ("gymnasium", ppo_jax, "my_fast_corridor:FastCorridor-v0", {}, -10),
-    ("gymnasium", ppo_jax, "my_random_cartpole:RandomCartPole-v0", {}, 8),
-    ("gymnasium", recurrent_ppo_jax, "my_bandit:Bandit-v0", {}, 0),
+    ("gymnasium", ppo_jax, "my_fast_corridor:FastCorridor-v0", {}, -11),
+    ("gymnasium", ppo_jax, "my_random_cartpole:RandomCartPole-v0", {}, 1),
+    ("gymnasium", recurrent_ppo_jax, "my_bandit:Bandit-v0", BANDIT, 0),
     ("gymnasium", sac_jax, "my_reach:Reach-v0", {"her_fraction": 0.8}, -20),
     ("gymnasium_robotics", sac_jax, "my_fetch:FetchReach-v4", {"her_fraction": 0.8}, -50),
     ("minigrid", dqn_jax, "my_minigrid:Empty-v0", {}, 0),

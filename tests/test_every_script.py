@@ -325,7 +325,8 @@ LEARNING = {
     "r2d2": OF_DQN
     | dict(total_timesteps=8_000, burn_in=0, train_length=4, period=2, hidden_size=16),
     "ppo": ON_POLICY | dict(total_timesteps=20_480),
-    "recurrent_ppo": ON_POLICY | dict(total_timesteps=20_480, sequence_length=16, hidden_size=32),
+    "recurrent_ppo": ON_POLICY
+    | dict(total_timesteps=20_480, sequence_length=16, hidden_size=32, normalize_rewards=False),
 }
 
 

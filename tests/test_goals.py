@@ -1,6 +1,8 @@
 """Hindsight, --her-fraction: which sequences get other goals, and their rewards."""
 
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import environments
@@ -10,6 +12,7 @@ import pytest
 from environments import Given, Reach
 from gymnasium.spaces import Box, Dict
 from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import RecordEpisodeStatistics, TransformReward
 from helpers import read_events
 
 import dqn_jax
@@ -183,6 +186,7 @@ TRACED = {
 CALLED_BACK = {
     "one goal, or an error": lambda a, d, i: float(np.abs(a - d).reshape(2).sum()),
     "one number for several": lambda a, d, i: bool(np.linalg.norm(a - d) <= 50),
+    "an argument that changes": lambda a, d, i: np.subtract(a, d, out=a).T[0],
     "a mask": lambda a, d, i: -float(a[a != d].size),
     "rows of goals in NumPy": lambda a, d, i: np.abs(np.asarray(a) - np.asarray(d)).T[0],
 }
@@ -195,7 +199,7 @@ def test_a_function_gives_each_goal_what_it_gives_it_alone(name):
     achieved, desired = 40 * np.random.default_rng(0).integers(0, 2, (2, 3, 2, 2)).astype(
         np.float32
     )
-    pairs = zip(achieved.reshape(-1, 2), desired.reshape(-1, 2), strict=True)
+    pairs = zip(achieved.copy().reshape(-1, 2), desired.reshape(-1, 2), strict=True)
     expected = np.reshape([float(function(*pair, {})) for pair in pairs], (3, 2))
     call = goals.of_goals(function, (2,))
 
@@ -227,7 +231,8 @@ MISTAKES = [
     (TwoShapes, 0.5, "no goals"),
     (NeedsInfo, 0.5, "KeyError: 'crashed'"),
     (lambda: Given(Dict(image=IMAGE, achieved_goal=IMAGE)), 0.5, "images"),
-    (Reach, 0.001, "batch_size"),
+    (Reach, 0.001, "not one window"),
+    (lambda: TransformReward(Reach(), lambda reward: 10 * reward), 0.5, "TransformReward may"),
 ]
 
 
@@ -238,6 +243,38 @@ def test_a_mistake_with_goals_is_one_line(env, fraction, word):
         replays.options(sac_jax.Args(her_fraction=fraction), envs, lambda count: envs)
 
     assert env is not NeedsInfo or not NeedsInfo.is_open
+
+
+def test_a_small_part_of_a_small_batch_of_data_is_refused():
+    args = sac_jax.Args(her_fraction=0.1, batch_size=16, offline_data="x", offline_fraction=0.25)
+    with pytest.raises(UsageError, match="of 4 is not one window"):
+        goals.find_goals(args, wrap(SyncVectorEnv([Reach]), 1), None)
+
+
+def test_a_wrapper_that_changes_no_reward_is_let_through():
+    class Rewards(TransformReward):  # a wrapper that knows the rewards of other goals
+        def compute_reward(self, achieved_goal, desired_goal, info):
+            return 10 * self.env.unwrapped.compute_reward(achieved_goal, desired_goal, info)
+
+    goals.check_wrappers(RecordEpisodeStatistics(Reach()))
+    goals.check_wrappers(Rewards(Reach(), lambda reward: 10 * reward))
+
+
+def test_bytes_of_goals_are_given_as_floats():
+    """Or 3 - 5 would be 254."""
+    envs = SyncVectorEnv([Reach])
+    found = goals.find_goals(sac_jax.Args(her_fraction=0.5), envs, lambda n: envs)
+
+    assert found.as_goals(jax.numpy.uint8([3, 5])).dtype == np.float32
+
+
+def test_no_goal_is_looked_for_beyond_the_replay():
+    replay = make_agent(TASKS["bits"]).replay
+    far = replace(replay, goals=replay.goals._replace(horizon=1_000_003))
+    state = far.init(make_agent(TASKS["bits"]).example_step)
+    program = jax.make_jaxpr(partial(far.sample, batch_size=BATCH))(state, jax.random.PRNGKey(0))
+
+    assert "1000003" not in str(program)
 
 
 def test_without_a_time_limit_goals_are_within_1000_steps():

@@ -1,9 +1,11 @@
 """`Log`: which episodes it counts, and what stands in a log entry."""
 
 import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from by_hand import random_rollout
 from helpers import read_events
 
@@ -81,3 +83,17 @@ def test_the_iteration_of_a_signal_is_the_last_and_logged(tmp_path):
         assert log.end_iteration(20, None, None, {"end": 20})
 
     assert read_events(tmp_path)[0]["end"] == [(20, 20)]
+
+
+@pytest.mark.parametrize("seconds", [0, -3_600])
+def test_a_clock_that_is_set_back_changes_no_speed(seconds, tmp_path, monkeypatch):
+    now = time.time()
+    with make_log(tmp_path, num_envs=1) as log:
+        monkeypatch.setattr(time, "time", lambda: now + seconds)
+        log.add_metrics(10, {})
+        monkeypatch.setattr(time, "monotonic", lambda: log.start_time)  # it stands still
+        log.add_metrics(20, {})
+
+    speeds = [speed for _, speed in read_events(tmp_path)[0]["charts/SPS"]]
+    assert all(np.isfinite(speeds))
+    assert min(speeds) > 0

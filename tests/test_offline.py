@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import environments
 import gymnasium as gym
@@ -12,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, flags_of, make_agent, read_events, saved_run, spaces_of
+from helpers import COUNTER, SMALL_DQN, flags_of, make_agent, saved_run, spaces_of
 from test_experience import EXPERIENCE
 
 import buffers
 import dqn_jax
 import per_dqn_jax
 import sac_jax
-from cleanreplay import UsageError, checkpoints, disk, flags, offline, replays
+from cleanreplay import UsageError, checkpoints, disk, flags, offline, replays, spaces
 from cleanreplay.vault import Vault
 
 ROWS = 30  # of the data
@@ -126,7 +127,7 @@ def test_steps_of_another_environment_are_said(capsys):
     agent_with(dqn_jax, n_step=ROWS - 1)  # they are just enough for a sequence
 
     said = capsys.readouterr().out
-    assert "data has steps of Other-v0, and this run is in environments:Counter-v0" in said
+    assert "data has steps of env_id Other-v0, and this run of Counter-v0" in said
     assert f"50% of each batch is from data, which has {ROWS} steps" in said
 
 
@@ -192,7 +193,8 @@ def read_minari(script, env_id):
     run = script.Run(env_id=env_id)
     agent = make_agent(script, args, run)
     entries = spaces_of(script, args, run).get("entries")
-    data = offline.of_minari(agent, agent.example_step, args.offline_data, entries)
+    dataset = offline.open_minari(args.offline_data)
+    data = offline.of_minari(agent, agent.example_step, args.offline_data, dataset, entries)
     return agent, data.storage
 
 
@@ -262,14 +264,74 @@ MISTAKES = {
     "no vault": (lambda: None, {}, "data holds no vault: a run has one"),
     "another shape": (written(dqn_jax.Run()), {}, OTHER_SHAPE),
     "damaged": (damaged, {}, "checksum"),
-    "too large": (written(action=np.full(ROWS, 3, np.int32)), {}, "actions from 3 to 3, .* has 3"),
-    "negative": (written(action=np.full(ROWS, -1, np.int32)), {}, "actions from -1 to -1"),
+    "too large": (written(action=np.full(ROWS, 3, np.int32)), {}, "row 0 beyond the 3 actions"),
+    "negative": (written(action=np.full(ROWS, -1, np.int32)), {}, "row 0 beyond"),
+    "not finite": (written(reward=np.float32([0] * 29 + [np.inf])), {}, "row 29: the reward"),
     "too few rows": (written(), {"n_step": 30}, "has 30 rows"),
     "no replay": (written(), {"offline_fraction": 1.0}, "batch_size"),
     "no data": (written(), {"offline_fraction": 0.0}, "batch_size"),
     "nearly none": (written(), {"offline_fraction": 0.01}, "batch_size"),
     "no dataset": (lambda: None, {"offline_data": "minari:test/no-v0"}, "no-v0 cannot be|pip"),
 }
+
+
+UNIT = gym.spaces.Box(-1, 1, (2,))
+
+
+@pytest.mark.parametrize("data_box", [UNIT, gym.spaces.Box(-np.inf, 1, (2,))])
+def test_actions_of_other_bounds_are_refused(data_box):
+    there = {"spaces": {"action": spaces.to_json(data_box)}}
+    offline.check_origin("data", there, COUNTER_RUN, there["spaces"])  # its own
+    offline.check_origin("data", {}, COUNTER_RUN, there["spaces"])  # not known
+    run_box = gym.spaces.Box(-1, 2, (2,))
+
+    with pytest.raises(UsageError, match=r"data has actions in .*, this run in .*2\.0"):
+        offline.check_origin("data", there, COUNTER_RUN, {"action": spaces.to_json(run_box)})
+
+
+def test_actions_beyond_their_bounds_by_rounding_are_clipped():
+    agent = make_agent(sac_jax, sac_jax.Args(), sac_jax.Run(env_id="Pendulum-v1"))
+    actions = np.float32([[1.00001], [-1.00001], [0.5]])
+    steps = steps_of(agent, np.arange(3), action=actions)
+
+    checked = offline.checked(agent, "data", steps)
+
+    np.testing.assert_array_equal(checked.action, [[1], [-1], [0.5]])
+    with pytest.raises(UsageError, match="row 1 beyond the bounds"):
+        offline.checked(agent, "data", steps._replace(action=np.float32([[1], [-1.001], [0]])))
+
+
+def test_numbers_become_integers_only_without_rounding():
+    as_bytes = partial(offline.as_dtype, dtype=np.dtype(np.uint8), what="observations")
+    exact = as_bytes(np.array([[0.0], [255.0]]))
+
+    assert exact.dtype == np.uint8
+    assert exact.tolist() == [[0], [255]]
+    for number in (0.7, 300, -1, np.nan):
+        with pytest.raises(UsageError, match="row 1"):
+            as_bytes(np.array([[0], [number]]))
+
+
+@pytest.mark.parametrize(("observations", "terminations"), [(3, 3), (5, 3), (4, 2)])
+def test_an_episode_whose_lengths_do_not_fit_is_refused(observations, terminations):
+    agent = make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN)
+    dataset = SimpleNamespace(observation_space=UNIT, action_space=gym.spaces.Discrete(3))
+    episode = SimpleNamespace(id=7, observations=np.zeros((observations, 2)), rewards=np.zeros(3))
+    episode.actions, episode.terminations = np.zeros(3, int), np.zeros(terminations, bool)
+
+    with pytest.raises(UsageError, match="episode 7"):
+        offline.steps_of(agent, agent.example_step, dataset, episode, None)
+
+
+def test_the_only_action_of_a_dimension_is_stored_as_0():
+    low, high = np.float32([-2, 3]), np.float32([2, 3])
+    agent = SimpleNamespace(to_env_action=lambda x: low + (x + 1) / 2 * (high - low))
+    space = gym.spaces.Box(low, high)
+    like = np.zeros(2, np.float32)
+
+    stored = offline.as_stored_actions(agent, like, space, np.float32([[1, 3], [-2, 3]]))
+
+    np.testing.assert_array_equal(stored, [[0.5, 0], [-1, 0]])
 
 
 @MINARI
@@ -294,23 +356,3 @@ def test_a_dataset_of_another_environment_is_refused(script, env_id, words):
     pendulum_dataset(0.0, 0.0)
     with pytest.raises(UsageError, match=f"^offline_data: {words}"):
         read_minari(script, env_id)
-
-
-@pytest.mark.slow
-def test_a_demonstration_solves_what_is_not_explored(optimised):
-    """A lake whose only way has 20 cells, beside 20 holes: random actions hardly reach its end."""
-    kwargs = {"desc": ["S" + 18 * "F" + "G", 20 * "H"], "is_slippery": False}
-    run = dqn_jax.Run(env_id="FrozenLake-v1", env_kwargs=json.dumps(kwargs), eval_episodes=1)
-    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
-    steps = steps_of(agent, np.zeros(20), action=np.full(20, 2, np.int32))  # to the right
-    steps = steps._replace(observation=np.eye(40, dtype=np.float32)[:20])
-    steps.reward[18] = 1
-    steps.terminated[18] = True
-    steps.valid[19] = False
-    write_steps(agent, steps)
-    # A table of values: what is learned in a cell changes nothing in others.
-    learning = dict(hidden_sizes=(), learning_rate=1e-2, gradient_steps=10, learning_starts=200)
-    args = dqn_jax.Args(total_timesteps=4_000, target_network_frequency=20, **learning)
-    for data, wanted in (("", 0), ("data", 1)):
-        scalars, _ = read_events(dqn_jax.train(replace(args, offline_data=data), run)[2])
-        assert scalars["eval/episodic_return"][-1][1] == wanted

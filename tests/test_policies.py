@@ -236,3 +236,16 @@ def test_a_space_is_the_same_after_it_was_written_as_json(space):
 
 def test_a_space_that_only_an_edited_script_knows_is_none():
     assert spaces.to_json(MultiBinary(3)) is None
+
+
+def test_another_script_is_named_and_replaces_no_module(capsys):
+    save_agent(dqn_jax)
+    wanted = load_policy(".")(OBSERVATIONS)
+    shutil.copy(dqn_jax.__file__, "mine.py")
+    modules = dict(sys.modules)
+    policy = load_policy(".", "mine.py")
+
+    np.testing.assert_array_equal(policy(OBSERVATIONS), wanted)
+    assert "dqn_jax.py, and mine.py loads it" in capsys.readouterr().out
+    assert all(sys.modules[name] is module for name, module in modules.items())
+    assert "mine" not in sys.modules

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
 from dataclasses import asdict, replace
@@ -46,32 +47,35 @@ def start_two(script, folder, *flags):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "args", "num_seeds", "rtol", "atol"),
-    [(dqn_jax, DQN, 2, 0, 0), (ppo_jax, PPO, 1, 1e-3, 3e-4)],
+    [(dqn_jax, DQN, 4, 0, 0), (ppo_jax, PPO, 1, 1e-3, 3e-4)],
     ids=["a seed in each", "environments of one agent in each"],
 )
 def test_two_processes_continue_a_run_as_one(script, args, num_seeds, rtol, atol, tmp_path):
     """Bit for bit, or up to rounding."""
     run = script.Run(**ENV, num_seeds=num_seeds, eval_episodes=2)
-    one = train_compiled(script, args, run, tmp_path)
     begun = train_compiled(script, replace(args, total_timesteps=500), run, tmp_path)
+    alone = shutil.copytree(begun.folder, tmp_path / "alone")
+    flags = ("--total-timesteps", "1000", "--resume")
+    one = start_python(tmp_path, str(ROOT / f"{script.__name__}.py"), *flags, str(alone))
+    _, err = one.communicate(timeout=300)
+    assert one.returncode == 0, err
     printed = []
-    flags = ("--resume", str(begun.folder), "--total-timesteps", "1000")
-    for process in start_two(script, tmp_path, *flags):
+    for process in start_two(script, tmp_path, *flags, str(begun.folder)):
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         # Threads of Gloo, by which the processes talk, print as well and break each other's lines.
         printed.append([x for x in out.splitlines() if re.search(r"waits at| steps|__", x)])
 
     close = partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
-    expected = jax.tree.map(np.array, one.runner)
-    step, runner, about = checkpoints.Checkpoints(begun.folder).restore(one.runner)
+    like = jax.tree.map(lambda x: x.copy(), begun.runner)
+    step, runner, about = checkpoints.Checkpoints(begun.folder).restore(begun.runner)
+    _, expected, about_one = checkpoints.Checkpoints(alone).restore(like)
     assert step == 1_000
     jax.tree.map(close, runner, expected)
-    close(about["returns"], one.returns)
-    (scalars, _), (expected, _) = (read_events(x.folder) for x in (begun, one))
-    scores = "eval/episodic_return"  # of both parts of the run
-    close(scalars.pop(scores)[-1], expected.pop(scores)[-1])
-    close(scalars["charts/episodic_return"], expected["charts/episodic_return"])
+    close(about["returns"], about_one["returns"])
+    (scalars, _), (expected, _) = (read_events(folder) for folder in (begun.folder, alone))
+    for tag in ("eval/episodic_return", "charts/episodic_return"):
+        close(scalars[tag], expected[tag])
     # The first process alone prints, as one that is alone does.
     waits = [lines.pop(0) for lines in printed]
     for i in range(2):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Timer
@@ -75,6 +76,54 @@ def test_a_checkpoint_interval_of_0_saves_nothing():
         folder.save_if_best(100, folder.policy_part(state), 1.0)
 
     assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "args.json", "run.json"]
+
+
+@pytest.mark.parametrize(("flag", "word"), [("init_from", "no checkpoint"), ("offline_data", "no")])
+def test_a_mistake_with_other_runs_leaves_no_folder(flag, word):
+    run = dqn_jax.Run(**COUNTER)
+    args = dqn_jax.Args(**SMALL_DQN, **{flag: "nowhere"})
+    with pytest.raises(UsageError, match=f"{flag}.*{word}"):
+        dqn_jax.train(args, run)
+
+    assert not Path("runs").exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line():
+    Path("runs").write_text("")
+    with pytest.raises(UsageError, match=r"runs/.* cannot be written: Not a directory"):
+        dqn_jax.train(ARGS, dqn_jax.Run(**COUNTER))
+
+
+def test_a_full_disk_is_what_the_system_reports():
+    """It may be another disk than that of the run, such as /dev/shm."""
+    folder, _ = folder_of()
+    with pytest.raises(UsageError, match=r"No space left on device: '/dev/shm/x'.*run"), folder:
+        raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
+
+
+def constants_of(folder):
+    """The numbers in JSON that JSON does not know, such as NaN, of all files of a run."""
+    found = []
+    texts = [file.read_bytes() for file in folder.glob("*.json")]
+    texts.append((folder / "experience/vault.json").read_bytes().rpartition(b"\n")[0])
+    for file in folder.rglob("*.safetensors"):
+        data = file.read_bytes()
+        header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+        texts += [header, json.loads(header)["__metadata__"][disk.KEY].encode()]
+    for text in texts:
+        json.loads(text, parse_constant=found.append)
+    return found, len(texts)
+
+
+def test_all_files_of_a_run_are_json_that_every_reader_knows():
+    """CartPole has bounds without end, and no episode is over at the first checkpoint."""
+    run = dqn_jax.Run(checkpoint_interval=5, log_interval=5, eval_interval=10, eval_episodes=1)
+    args = dqn_jax.Args(
+        **SMALL_DQN | dict(total_timesteps=10, learning_starts=8, train_frequency=5)
+    )
+    _, _, folder = dqn_jax.train(replace(args, save_experience=True), run)
+
+    assert constants_of(folder) == ([], 9)
 
 
 def test_a_damaged_record_is_moved_and_begins_anew(tmp_path, capsys):
@@ -217,7 +266,7 @@ def test_a_full_disk_at_the_end_is_one_line(name, monkeypatch):
         write(file, *given, **named)
 
     monkeypatch.setattr(disk, "write", write_unless_full)
-    with pytest.raises(UsageError, match=r"^no space left on the disk of .*/runs/"):
+    with pytest.raises(UsageError, match=r"[Nn]o space left on .*/runs/"):
         dqn_jax.train(ARGS, dqn_jax.Run(**COUNTER | dict(eval_episodes=1)))
 
 

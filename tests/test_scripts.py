@@ -221,6 +221,17 @@ def test_the_package_imports_no_script():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.slow
+def test_a_run_with_a_checkpoint_imports_neither_orbax_nor_tensorstore(tmp_path):
+    code = "import dqn_jax, sys\n"
+    code += "args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8)\n"
+    code += "_, _, folder = dqn_jax.train(args, dqn_jax.Run(eval_episodes=1))\n"
+    code += "assert (folder / 'checkpoints' / '200').is_dir()\n"
+    code += "assert not {'orbax', 'tensorstore'} & set(sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
+
+
 SHORT = "--total-timesteps 200 --learning-starts 50 --batch-size 8 --env-id"
 BUG = 'Path("no/such/file").read_text()'
 OWN_CODE = "# Insert your own code here: `state` is complete, and no thread is running.\n"

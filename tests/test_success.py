@@ -61,7 +61,7 @@ def test_the_last_step_of_each_episode_says_if_it_succeeded():
     take_steps(envs, 20)  # episodes of 5, 7 and 8 steps, with those that only reset
 
     np.testing.assert_array_equal(envs.ended, [0, 1, np.nan, 0, 1, 1, 1, 0, 1])
-    np.testing.assert_array_equal(envs.first[:2], [0, 1])
+    np.testing.assert_array_equal(envs.first, [0, 1, np.nan])
 
 
 def test_environments_that_do_not_say_it_have_no_successes():
@@ -76,6 +76,22 @@ def test_a_rate_is_of_the_episodes_that_said_it():
     assert rate([1, 0, np.nan, 0]) == pytest.approx(1 / 3)
     assert np.isnan(rate([np.nan]))
     assert np.isnan(rate([]))
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [(True, 1), (np.array([0.5]), 0.5), ([1.0, 0.0], np.nan), ("yes", np.nan), (None, np.nan)],
+)
+def test_a_success_that_is_no_number_is_left_out(given, number):
+    class Odd(Coin):
+        def step(self, action):
+            *result, _ = super().step(action)
+            return *result, {"is_success": given}
+
+    envs = Successes(SyncVectorEnv([lambda: Odd(2, 1)] * 2))
+    take_steps(envs, 2)
+
+    np.testing.assert_array_equal(envs.ended, [number, number])
 
 
 def test_what_the_environments_have_can_be_used():

@@ -20,7 +20,7 @@ import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
 from cleanreplay import UsageError, agent_file, checkpoints, compiled, disk, load_policy, read_flags
-from cleanreplay.sweep import Sweep, make_settings
+from cleanreplay.sweep import Sweep, in_words, make_settings
 
 CHAIN = "environments:Chain-v0"
 # All of an iteration is learned from, and the last log entry is after 3 gradient steps.
@@ -72,6 +72,19 @@ def test_a_sweep_that_cannot_be_meant_is_refused(items, word):
 
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_values_that_differ_late_have_labels_of_their_own():
+    settings = make_settings(["gamma=0.9,0.90000001"], ARGS)
+
+    assert [in_words(x) for x in settings] == [["gamma=0.9"], ["gamma=0.90000001"]]
+
+
+def test_a_seed_that_no_run_can_have_is_refused():
+    Sweep(ARGS, dqn_jax.Run(seed=2**31 - 2, num_seeds=2))
+
+    with pytest.raises(UsageError, match="num_seeds"):
+        Sweep(ARGS, dqn_jax.Run(seed=2**31 - 1, num_seeds=2))
 
 
 @pytest.fixture
@@ -267,7 +280,7 @@ def test_a_sweep_that_is_resumed_keeps_its_values(four, run_main):
 
 
 def test_lines_of_a_sweep_show_the_best_agent_and_each_return(four):
-    best = "320 steps: return 51.50 in an evaluation, the best 8.50 with learning_rate=0.01, seed 2"
+    best = "320 steps: return 4.50 in an evaluation, the best 8.50 with learning_rate=0.01, seed 2"
 
     assert f"\n{best}\n" in four.printed
     last = f"learning_rate=0.01, seed 2: mean return of the last episodes {four.returns[3]:.2f}"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,3 +152,18 @@ def test_weights_and_biases_follows_the_events(tmp_path, monkeypatch):
     tags = read_events(folder)[0].keys()
     assert [tag for tag in tags if tag.encode() not in tracked] == []
     assert len(list((tmp_path / "wandb").glob("offline-run-*/files/media/videos/*.mp4"))) == 2
+
+
+def test_event_files_of_a_resume_come_last():
+    """Although the clock was set back: TensorBoard drops what comes before what it restarts."""
+    later = int(time.time()) + 5_000
+    names = [f"{later - 1:010}.a.1.2", f"{later:010}.b.3.4", "0000000007.c.5.6"]
+    for name in names:
+        Path(f"events.out.tfevents.{name}").write_text(name)
+    tracking.let_events_follow(Path())
+    before = f"events.out.tfevents.{int(time.time()):010}"
+
+    found = sorted(Path().glob("events*"))
+    assert [file.read_text() for file in found] == [names[2], *names[:2]]
+    assert found[0].name.endswith("0000000007.c.5.6")
+    assert found[-1].name < before

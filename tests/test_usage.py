@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import types
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from environments import Counter, Given
 from gymnasium.spaces import Box
-from helpers import SMALL_DQN, one_line, read_events, start_python
+from helpers import SMALL_DQN, edited, one_line, read_events, start_python
 
 import dqn_jax
 import ppo_jax
@@ -313,3 +314,27 @@ def test_a_file_that_its_processes_would_run_again_is_told(tmp_path):
     assert "UsageError: vectorization: the processes of the environments ended" in err
     assert err.count("each process of the environments imports this file: ") == 2
     assert err.count("Traceback") == 2  # of the main process: the mistake and its cause
+
+
+def test_annotations_that_are_texts_are_read(run_main):
+    """As in a copy of a script with `from __future__ import annotations`."""
+    copy = edited(
+        dqn_jax, ("import importlib\n", "from __future__ import annotations\nimport importlib\n")
+    )
+    flags = "--total-timesteps 2e2 --learning-starts 5e1 --batch-size 8 --sweep gamma=0.9,0.8"
+    run = "--env-id environments:Chain-v0 --eval-episodes 0 --checkpoint-interval 0"
+
+    code, out, err = run_main(copy, *flags.split(), *run.split())
+    assert (code, out.count("mean return of the last")) == (0, 3), err
+    assert "gamma must be" in one_line(run_main(copy, *run.split(), "--sweep", "gamma=2"))
+
+
+def test_a_resume_accepts_the_same_sweep_in_other_words():
+    run = dqn_jax.Run(sweep=("learning_rate=1e-3,0.1",), resume="x")
+    about = {"run": vars(replace(run, resume="")), "args": vars(dqn_jax.Args())}
+    Path("x").mkdir()
+    Path("x/args.json").write_text(json.dumps(about))
+
+    flags.check_resume(dqn_jax.Args(), replace(run, sweep=("learning_rate=0.001,1e-1",)))
+    with pytest.raises(UsageError, match="sweep must stay"):
+        flags.check_resume(dqn_jax.Args(), replace(run, sweep=("learning_rate=0.002,1e-1",)))

@@ -180,7 +180,8 @@ def test_with_a_screen_it_is_a_window(monkeypatch):
 
 MISTAKES = [
     ("CartPole-v1", dict(output="agent.png"), "output must end in .gif or .mp4, not agent.png"),
-    ("CartPole-v1", dict(output="nowhere/agent.gif"), "there is no folder nowhere"),
+    ("CartPole-v1", dict(output="nowhere/agent.gif"), "nowhere is no folder that can be"),
+    ("CartPole-v1", dict(seed=-1), "seed must be from 0"),
     ("CartPole-v1", dict(episodes=0), "episodes must be at least 1, not 0"),
     (COUNTER["env_id"], {}, "Counter-v0 cannot be drawn: it needs the render mode rgb_array"),
     ("environments:Chain-v0", {}, "Chain-v0 cannot be drawn: it needs the render mode rgb_array"),
@@ -206,4 +207,14 @@ def test_without_moviepy_one_line_says_what_to_install(monkeypatch):
     save_agent(dqn_jax)
     monkeypatch.setitem(sys.modules, "moviepy", None)
     with pytest.raises(UsageError, match=r"^output: pip install moviepy$"):
+        watch.watch(Flags("."))
+
+
+def test_a_screen_that_is_not_there_is_an_error(monkeypatch):
+    """SDL then draws to nothing, without a word."""
+    save_agent(dqn_jax, "CartPole-v1")
+    monkeypatch.setenv("DISPLAY", ":99")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
+    with pytest.raises(UsageError, match=r"there is no screen: --output agent.gif"):
         watch.watch(Flags("."))
