@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 import buffers
-from cleanreplay import flags, goals
+from cleanreplay import goals
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def rings(state: Any) -> list:
 def with_data(state: Any, read: Callable) -> Any:
     """Returns a State or RunnerState with offline data: `read(item)`, of items as in the replay.
 
-    Each agent has all of them. UsageError if they do not fit into memory.
+    Each agent has all of them.
     """
 
     def add(x: Any) -> Any:
@@ -223,14 +223,8 @@ def with_data(state: Any, read: Callable) -> Any:
             return x
         agents = x.replay.cursor
         data = read(item_of(x.replay))
-
-        def for_agents() -> Any:
-            return jax.tree.map(
-                lambda leaf: jnp.broadcast_to(leaf, agents.shape + leaf.shape), data
-            )
-
-        flags.check_memory(lambda: (state, for_agents()))
-        return x._replace(data=jax.device_put(for_agents(), agents.sharding))
+        data = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, agents.shape + leaf.shape), data)
+        return x._replace(data=jax.device_put(data, agents.sharding))
 
     return map_replays(add, state)
 

@@ -115,10 +115,16 @@ class RunFolder(AbstractContextManager):
         return agent_file.start_from(source, state, self.agent) if source else state
 
     def with_data(self, state: Any) -> Any:
-        """Returns a State that has the data of --offline-data."""
+        """Returns a State that has the data of --offline-data. UsageError if they are too large."""
         if not getattr(self.agent.args, "offline_data", ""):
             return state
-        read = partial(offline.read, self.agent, self.run, self.env_spaces)
+        (ring,) = replays.rings(state)
+
+        def read(item: Any) -> Any:
+            data = offline.read(self.agent, self.run, self.env_spaces, item)
+            flags.check_memory(lambda: (state, [data] * ring.cursor.size))
+            return data
+
         return replays.with_data(state, read)
 
     def lock(self) -> None:

@@ -1,5 +1,6 @@
 """--save-experience keeps all that the replay was given, beyond its ring."""
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,8 @@ def test_all_steps_of_a_compiled_agent_are_kept():
     held = jax.tree.map(lambda x: x[in_the_ring], of_the_first_agent)
     assert_same_rows(vault.read(20, 100), held)
     about = {"env_id": "environments:Chain-v0", "env_kwargs": {}, "seed": 1}
-    assert vault.about == about | {"script": "dqn_jax"}
+    known = json.loads((run.folder / "args.json").read_text())["spaces"]
+    assert vault.about == about | {"script": "dqn_jax", "spaces": known}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,7 @@ def test_a_vault_has_what_the_replay_stores(script, env_id, kwargs, flags):
         np.testing.assert_array_equal(rows, getattr(state.replay.storage, name)[:5])
     assert vault.leaves["observation"] == f"float32[2, {3 if script is sac_jax else 4}]"
     about = {"env_id": env_id, "env_kwargs": kwargs, "seed": 3, "script": script.__name__}
+    about["spaces"] = {}  # `RunFolder` was not told
     assert vault.about == about
 
 

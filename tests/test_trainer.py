@@ -54,7 +54,9 @@ def test_without_an_episode_the_return_stays_the_same():
 
 def test_entries_are_logged_at_their_steps_and_times(monkeypatch):
     """Three of two agents, of a call of 6 seconds. The last one of the first agent is shown."""
-    monkeypatch.setattr(compiled, "time", SimpleNamespace(time=lambda: 100.0))
+    monkeypatch.setattr(
+        compiled, "time", SimpleNamespace(time=lambda: 100.0, monotonic=lambda: 100.0)
+    )
     rows = []
 
     def make_log():

@@ -270,7 +270,7 @@ def test_a_replay_larger_than_the_memory_is_one_line(run_main, monkeypatch):
     monkeypatch.setattr(flags, "memory_limits", lambda: [10**9, 200_000_000])
     line = one_line(run_main(dqn_jax, "--buffer-size", "10000000"))
 
-    assert line.endswith("buffer_size: replay and networks need 0.3 GB, and there are 0.2 GB")
+    assert line.endswith("buffer_size: replay, data and networks need 0.3 GB, and there are 0.2 GB")
     assert not Path("runs").exists()
 
 
