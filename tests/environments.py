@@ -369,13 +369,6 @@ def register_jax(env_id: str, env: FuncEnv, **options: Any) -> None:
     gym.register(env_id, partial(make_jax, env), **UNCHECKED | options)
 
 
-class ChainOfNumbers(Chain):
-    """Whether it is over is a number."""
-
-    def terminal(self, state, rng, params=None):
-        return jnp.int32(state == 4)
-
-
 class ChainOfCells(Chain):
     """Observed as a number, so that it is not compiled."""
 
@@ -385,17 +378,10 @@ class ChainOfCells(Chain):
         return state
 
 
-def make_tenfold(**kwargs: Any) -> gym.Env:
-    return gym.wrappers.TransformReward(make_jax(Chain(), **kwargs), lambda reward: 10 * reward)
-
-
 time_aware = gym.wrappers.TimeAwareObservation.wrapper_spec()
 register_jax("Chain-v0", Chain())
 register_jax("Answers-v0", Answers())
 register_jax("Masked-v0", Masked())
-register_jax("ChainOfNumbers-v0", ChainOfNumbers())
 register_jax("ChainWrapped-v0", Chain(), additional_wrappers=(time_aware,))
 cells = ChainOfCells()
 register_jax("ChainOfCells-v0", cells, vector_entry_point=partial(make_jax_vector, cells))
-gym.register("ChainVector-v0", vector_entry_point=partial(make_jax_vector, Chain()), **UNCHECKED)
-gym.register("ChainTenfold-v0", make_tenfold, **UNCHECKED)

@@ -32,21 +32,8 @@ from cleanreplay import agent_file, checkpoints, compiled, disk, jax_envs, polic
 from cleanreplay.flags import read_flags
 from cleanreplay.run_folder import RunFolder
 
-# ---------------------------------------------------------------------------------------- all tests
-
 # Cases of a parameter, see the markers in pyproject.toml.
 slow = partial(pytest.param, marks=pytest.mark.slow)
-more = pytest.param
-
-
-def fast_at_ends(names, cases, **options):
-    """`pytest.mark.parametrize` in which the cases between the first and the last are `more`."""
-    first, *between, last = cases
-    marked = [more(case) if isinstance(names, str) else more(*case) for case in between]
-    return pytest.mark.parametrize(names, [first, *marked, last], **options)
-
-
-# --------------------------------------------------------------------------------------------- runs
 
 # Flags with which a run takes a second or two.
 SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
@@ -313,9 +300,6 @@ def read_events(folder):
     text = [tag for tag in tags["tensors"] if tag.startswith("hyperparameters")]
     tensors = [e.tensor_proto for tag in text for e in events.Tensors(tag)]
     return scalars, tensors[-1].string_val[0].decode() if tensors else ""
-
-
-# ------------------------------------------------------------------------------------------ buffers
 
 
 def logged_steps(folder, tag="charts/SPS"):

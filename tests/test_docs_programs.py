@@ -191,7 +191,7 @@ def test_experience_on_disk_alone_is_learned_from(monkeypatch):
     """Two steps, reward 1 at the second: with a discount of 0.5 their values are 0.5 and 1."""
     learning = dict(learning_rate=1e-2, gamma=0.5, target_network_frequency=40, batch_size=64)
     # Nothing is learned before; the replay holds a quarter of what is kept on disk.
-    steps = dict(total_timesteps=800, num_envs=8, buffer_size=200, learning_starts=800)
+    steps = dict(total_timesteps=800, num_envs=8, buffer_size=200, learning_starts=799)
     args = dqn_jax.Args(**learning, **steps, end_e=1.0, train_frequency=4, save_experience=True)
     run = dqn_jax.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
     _, _, folder = dqn_jax.train(args, run)

@@ -222,7 +222,7 @@ def test_the_package_imports_no_script():
 
 
 @pytest.mark.slow
-def test_a_run_with_a_checkpoint_imports_neither_orbax_nor_tensorstore(tmp_path):
+def test_a_run_imports_neither_orbax_nor_tensorstore(tmp_path):
     code = "import dqn_jax, sys\n"
     code += "args = dqn_jax.Args(total_timesteps=200, learning_starts=50, batch_size=8)\n"
     code += "_, _, folder = dqn_jax.train(args, dqn_jax.Run(eval_episodes=1))\n"
