@@ -96,7 +96,7 @@ def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.n
         for name, shape, dtype in layout:
             like = np.zeros((*example.shape[:-1], *shape), dtype)
             x = np.asarray(given[name])
-            if x.shape[:1] != count:
+            if x.ndim == 0 or x.shape[:1] != count:
                 raise ValueError(f"observations must have as many rows in {name} as in {names[0]}")
             has_numbers = like.dtype.kind == "f" and x.size == len(x) * like.size
             parts[name] = as_observations(x.reshape(-1, *like.shape) if has_numbers else x, like)

@@ -190,6 +190,8 @@ MISTAKES = [
     (random_parts(3) | {"image": np.zeros((3, 9, 9), np.uint8)}, "[N, 9, 9, 1]"),
     (random_parts(3) | {"numbers": np.zeros((3, 3))}, "[N, 2], not (3, 3)"),
     (random_parts(3) | {"image": np.full((3, 9, 9, 1), 256)}, "uint8"),
+    (random_parts(3) | {"numbers": np.zeros((2, 2))}, "as many rows in numbers"),
+    (random_parts(3) | {"numbers": 1.0}, "as many rows in numbers"),
 ]
 
 
