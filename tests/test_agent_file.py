@@ -24,7 +24,6 @@ from safetensors.numpy import load_file, save_file
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
 from cleanreplay import UsageError, agent_file, checkpoints, disk, load_policy, protocol, watch
@@ -34,7 +33,7 @@ BOX = gym.spaces.Box(-1, 1, (3,))
 DISCRETE = gym.spaces.Discrete(2)
 BEST = "best.safetensors"
 # What a State has beside what was learned.
-NOT_LEARNED = dict.fromkeys((dqn_jax, per_dqn_jax, r2d2_jax, sac_jax), "replay")
+NOT_LEARNED = dict.fromkeys((dqn_jax, sac_jax), "replay")
 NOT_LEARNED |= dict.fromkeys((ppo_jax, recurrent_ppo_jax), "discounted_return")
 
 
