@@ -63,6 +63,16 @@ def strict_promotion(request):
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _signals_are_not_ignored():
+    """Under nohup, or in the background of a shell, they would be, also in started processes."""
+    handlers = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
+    for name, handler in handlers.items():
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path, monkeypatch):
     """Runs write to `runs/` of the working directory."""
