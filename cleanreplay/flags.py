@@ -29,6 +29,7 @@ LIMITS: dict[tuple, tuple] = {
         *("train_length", "period", "sequence_length", "num_seeds", "num_devices", "log_interval"),
         *("eval_interval", "eval_max_steps"),
     ),
+    (2, INT32): ("n_atoms",),  # of C51
     (1, 2**29 - 1): ("buffer_size",),
     (0, INT32): (
         *("seed", "eval_episodes", "checkpoint_interval", "learning_starts", "burn_in"),

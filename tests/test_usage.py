@@ -80,6 +80,7 @@ def test_a_video_without_its_package_is_one_line(run_main, monkeypatch):
 
 # A flag, its limits in words, values at them, and values beyond them.
 LIMITS = [
+    ("n_atoms", "from 2 to 2**31 - 1", (2, 2**31 - 1), (1, 2**31)),
     ("num_envs", "from 1 to 2**31 - 1", [1, 2**31 - 1], [0, 2**31]),
     ("eval_max_steps", "from 1 to 2**31 - 1", [1], [0]),
     ("hidden_sizes", "from 1 to 2**31 - 1", [(1, 64)], [(64, 0)]),
