@@ -124,8 +124,15 @@ def first_left(about: dict) -> tuple[int | None, dict]:
     """
     if about["num_agents"] is None:
         return None, about["own"]
-    first = min(set(range(about["num_agents"])) - set(about["lost"]))
+    first, *_ = left_in(about)
     return first, {name: values[first] for name, values in about["swept"].items()}
+
+
+def left_in(about: dict) -> list[int]:
+    """Returns the numbers of the agents of a file whose numbers are finite; [0] of a single one."""
+    if about["num_agents"] is None:
+        return [0]
+    return [i for i in range(about["num_agents"]) if i not in about["lost"]]
 
 
 def cannot_be_read(file: Path | str, error: Exception) -> UsageError:
@@ -174,8 +181,7 @@ def start_from(source: str, state: Any, agent: Any) -> Any:
     for_several = before is not state
     found, about = of_first(partial(read_learned, source, before, agent, for_several))
     has_several = about["num_agents"] is not None
-    lost = about["lost"] if has_several else []
-    left = np.delete(np.arange(about["num_agents"] or 1), lost)
+    left = np.array(left_in(about))
 
     def fitting(like: jax.Array, x: np.ndarray) -> jax.Array:
         x = x if has_several else x[None]
@@ -186,8 +192,8 @@ def start_from(source: str, state: Any, agent: Any) -> Any:
     taken = [fitting(x, found[name]) if name in found else x for name, x in leaves.items()]
     after = jax.tree.unflatten(jax.tree.structure(before), taken)
     tqdm.write(f"starts from {source}, as it was after {about['step']:,} steps")
-    if lost:
-        tqdm.write(f"{source}: agents {lost} diverged, and are left out")
+    if has_several and about["lost"]:
+        tqdm.write(f"{source}: agents {about['lost']} diverged, and are left out")
     return state._replace(agent=after) if for_several else after
 
 
@@ -229,8 +235,8 @@ def read_file(file: Path, state: Any, agent: Any, for_several: bool) -> tuple[di
     is_whole = stored.about["is_whole"]
     leaves = {name: x.shape[for_several:] for name, x in disk.by_name(state).items()}
     learned = protocol.learned(agent, state)
-    wanted = {name: leaves[name] for name in disk.names(learned)}
-    wanted = wanted if is_whole else policy_leaves(agent)
+    of_state = {name: leaves[name] for name in disk.names(learned)}
+    wanted = of_state if is_whole else policy_leaves(agent)
     absent = disk.names(jax.tree.map(lambda x: x is None, learned, is_leaf=lambda x: x is None))
     absent = [name for name in absent if name not in leaves]
     what = f"{file} is of another network or script"

@@ -26,7 +26,6 @@ from cleanreplay.flags import check_flag
 
 MOST_FRAMES = 25  # per second of a file
 NO_SCREEN = ("dummy", "offscreen")  # drivers of SDL
-NO_WINDOW = ": --output agent.gif draws what the agent sees"
 PIXELS = 300  # smaller pictures get larger pixels, up to this height or width
 
 
@@ -120,7 +119,9 @@ def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
             text = f"{run.env_id} cannot be drawn: it needs the render mode {mode} ({why})"
             raise UsageError(text) from error
     if mode == "human":
-        raise UsageError(f"{run.env_id} has no window{NO_WINDOW}")
+        raise UsageError(
+            f"{run.env_id} has no window: --output agent.gif draws what the agent sees"
+        )
     tqdm.write(f"{run.env_id} does not render: it is drawn as the agent sees it")
     return script.make_envs(args, run, 1), lambda observation: resized(as_picture(observation))
 
@@ -130,7 +131,7 @@ def check_window() -> None:
     pygame = sys.modules.get("pygame")
     driver = pygame.display.get_driver() if pygame and pygame.display.get_init() else ""
     if driver in NO_SCREEN and driver != os.environ.get("SDL_VIDEODRIVER"):
-        raise ValueError(f"there is no screen{NO_WINDOW}")
+        raise ValueError("there is no screen: --output agent.gif writes a file")
 
 
 def play(

@@ -260,6 +260,36 @@ def test_a_wrapper_that_changes_no_reward_is_let_through():
     goals.check_wrappers(Rewards(Reach(), lambda reward: 10 * reward))
 
 
+class Simulator(Reach):
+    """Knows its rewards only while it is open, and after a reset."""
+
+    is_open = False
+
+    def reset(self, **kwargs):
+        self.is_open = True
+        return super().reset(**kwargs)
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        if not self.is_open:
+            raise RuntimeError("closed")
+        return super().compute_reward(achieved_goal, desired_goal, info)
+
+    def close(self):
+        self.is_open = False
+
+
+def test_the_environment_that_is_asked_is_reset_and_open():
+    """Whatever becomes of the one that goals are found in."""
+    made = [wrap(SyncVectorEnv([Simulator]), 1) for _ in range(2)]
+    found = goals.find_goals(sac_jax.Args(her_fraction=0.5), made[0], lambda count: made[1])
+    made[0].close()
+
+    goal = np.zeros((4, 2), np.float32)
+    np.testing.assert_array_equal(found.rewards(goal, goal + [[0], [0], [1], [9]]), [0, 0, -1, -1])
+    found.close()
+    assert not made[1].unwrapped.envs[0].is_open
+
+
 def test_bytes_of_goals_are_given_as_floats():
     """Or 3 - 5 would be 254."""
     envs = SyncVectorEnv([Reach])
