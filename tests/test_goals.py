@@ -284,8 +284,9 @@ def test_the_environment_that_is_asked_is_reset_and_open():
     found = goals.find_goals(sac_jax.Args(her_fraction=0.5), made[0], lambda count: made[1])
     made[0].close()
 
-    goal = np.zeros((4, 2), np.float32)
-    np.testing.assert_array_equal(found.rewards(goal, goal + [[0], [0], [1], [9]]), [0, 0, -1, -1])
+    achieved = np.zeros((3, 2), np.float32)
+    desired = np.float32([[0, 0], [1, 1], [9, 9]])
+    np.testing.assert_array_equal(found.rewards(achieved, desired), [0, -1, -1])
     found.close()
     assert not made[1].unwrapped.envs[0].is_open
 
