@@ -1,4 +1,4 @@
-"""What several test files share: flags and results of short runs; items and settings of buffers."""
+"""What several test files share: flags and results of short runs."""
 
 import importlib.util
 import io
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import chdir, closing, redirect_stdout
 from dataclasses import fields, replace
 from functools import cache, partial
@@ -18,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import gymnasium as gym
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +25,6 @@ import pytest
 from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import buffers
 from cleanreplay import agent_file, checkpoints, compiled, disk, jax_envs, policies, spaces
 from cleanreplay.flags import read_flags
 from cleanreplay.run_folder import RunFolder
@@ -43,27 +40,13 @@ COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=
 COUNTED = COUNTER | SMALL_DQN | dict(buffer_size=400, num_envs=2, n_step=3, gamma=0.5)
 COUNTED |= dict(hidden_sizes=(7, 5), checkpoint_interval=100, eval_episodes=1)
 
-# Of two agents in a compiled program.
-CHAINED = COUNTER | SMALL_DQN | dict(env_id="environments:Chain-v0", num_envs=4, num_seeds=2)
-CHAINED |= dict(total_timesteps=320, log_interval=80, checkpoint_interval=160, buffer_size=200)
-
 # Runs of two checkpoints that a resume continues bit for bit: episodes of one step, which end where
 # it saves, and actions that do not depend on whether an iteration was learned from already.
 ONCE = COUNTER | dict(env_id="environments:Once-v0", total_timesteps=40, checkpoint_interval=20)
 ONCE |= dict(learning_starts=10, batch_size=4, buffer_size=30, end_e=1.0)
 ONCE_PPO = COUNTER | SMALL_PPO | dict(total_timesteps=60, checkpoint_interval=32, num_envs=2)
 ONCE_PPO |= dict(env_id="environments:OnceBox-v0")
-ONCE_SAC = dict(env_id="environments:OnceBox-v0", train_frequency=10, policy_lr=0.0)
-ONCE_R2D2 = dict(num_envs=1, train_frequency=10, learning_rate=0.0, hidden_size=8, period=2)
-ONCE_R2D2 |= dict(burn_in=2, train_length=4, n_step=1)
-SHORT = {
-    "dqn_jax": ONCE | dict(target_network_frequency=20),
-    "per_dqn_jax": ONCE,
-    "ppo_jax": ONCE_PPO,
-    "r2d2_jax": ONCE | ONCE_R2D2,
-    "recurrent_ppo_jax": ONCE_PPO | dict(sequence_length=4),
-    "sac_jax": {name: x for name, x in ONCE.items() if name != "end_e"} | ONCE_SAC,
-}
+SHORT = {"dqn_jax": ONCE | dict(target_network_frequency=20), "ppo_jax": ONCE_PPO}
 
 
 def one_line(result, code=2):
@@ -219,9 +202,7 @@ def train_compiled(script, args, run, folder, stop=None):
 def edited(script, *replaced):
     """A copy of a script, in a folder of its own, in which each `(old, new)` is replaced.
 
-    It is a module with a file, so that its runs can be resumed and loaded. As in
-
-        copy = edited(dqn_jax, ("wrappers: list = []", "wrappers: list = [Mine]"))
+    It is a module with a file, so that its runs can be resumed and loaded.
     """
     text = Path(script.__file__).read_text()
     for old, new in replaced:
@@ -312,26 +293,6 @@ def examples(percent):
     return settings(max_examples=settings.default.max_examples * percent // 100)
 
 
-def encode(ids):
-    """Items [*ids.shape, ...] with the id in every field, so that a misaligned gather shows.
-
-    encode(7) is {"id": 7, "obs": [7.0, 7.0, 7.0], "img": [[7, 7], [7, 7]]}.
-    """
-    ids = np.asarray(ids, np.int32)
-    return {
-        "id": ids,
-        "obs": np.repeat(ids[..., None], 3, axis=-1).astype(np.float32),
-        "img": np.tile((ids % 256).astype(np.uint8)[..., None, None], (2, 2)),
-    }
-
-
-def decode(items):
-    """The ids of the items that `encode` made; fails unless all fields of an item agree."""
-    ids = np.asarray(items["id"])
-    assert_trees_equal(items, encode(ids))
-    return ids
-
-
 def assert_trees_equal(actual, expected):
     """Fails unless both have the same structure, shapes, dtypes and numbers."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
@@ -340,147 +301,3 @@ def assert_trees_equal(actual, expected):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def shift(item):
-    """For `update`: the item whose id is greater by 1."""
-    return jax.tree.map(lambda x: x + 1, item)
-
-
-def shift_by(item, by):
-    """For `update` with an argument: the item whose id is greater by `by`."""
-    return jax.tree.map(lambda x: x + by.astype(x.dtype), item)
-
-
-def start_at(state, cursor):
-    """The empty state, as if `cursor` rows had been added and removed: to test its wrap."""
-    return state._replace(cursor=jnp.int32(cursor))
-
-
-class Windows(NamedTuple):
-    """The settings of a uniform or prioritised replay, and in plain Python what it may draw.
-
-    The ids of the items are row * N + environment, where rows count from 0 and never wrap.
-    `Windows(6, envs=3, length=2)` holds 6 rows of 3 environments, and draws windows of 2 steps.
-    After 4 rows, `valid(0, 4)` is [0, 1, ..., 8]: all of which the next row was added, too.
-    """
-
-    rows: int
-    envs: int | None = None
-    length: int | None = None
-    period: int = 1
-    factory: Callable = buffers.uniform_replay
-
-    def prioritised(self):
-        """The same settings of a prioritised replay."""
-        return self._replace(factory=buffers.prioritised_replay)
-
-    @property
-    def num_envs(self):
-        """N."""
-        return self.envs or 1
-
-    @property
-    def lead(self):
-        """The axes of one row: (N,), or () of single items."""
-        return () if self.envs is None else (self.envs,)
-
-    @property
-    def max_size(self):
-        """How many items the buffer holds."""
-        return self.rows * self.num_envs
-
-    @property
-    def modulus(self):
-        """What the cursor counts modulo."""
-        return buffers.cursor_modulus(self.rows, self.num_envs)
-
-    def replay(self, donate=True):
-        """The buffer of these settings: the same one at each call, so that it compiles once."""
-        return make_replay(self, donate)
-
-    def ids(self, first, count):
-        """Ids of rows `first`, ..., `first + count - 1`: [count, N], or [count] of single items."""
-        ids = np.arange(first, first + count)[:, None] * self.num_envs
-        return (ids + np.arange(self.num_envs)).reshape(count, *self.lead)
-
-    def masked_ids(self, first, length, mask):
-        """Ids of a batch of `length` rows, and how many of them `mask` keeps.
-
-        Those kept are rows `first`, `first + 1`, ...; the ids of the others are -1.
-        """
-        keep = np.array([True] * length if mask is None else mask)
-        number_kept = int(keep.sum())
-        ids = np.full((length, *self.lead), -1)
-        ids[keep] = self.ids(first, number_kept)
-        return ids, number_kept
-
-    def index_of(self, ids):
-        """The index of each id: the same number until the cursor wraps."""
-        return np.asarray(ids, np.int64) % (self.modulus * self.num_envs)
-
-    def valid(self, first, total):
-        """The first id of every window there is, when rows `first`, ..., `total - 1` were added."""
-        starts = []
-        for row in range(max(first, total - self.rows), total):
-            is_complete = row + (self.length or 1) <= total
-            if is_complete and row % self.period == 0:
-                starts += [row * self.num_envs + env for env in range(self.num_envs)]
-        return starts
-
-    def window(self, start):
-        """The ids [..., W] of the windows that start at each id of `start`, or of single items."""
-        if self.length is None:
-            return start
-        return start[..., None] + self.num_envs * np.arange(self.length)
-
-    def starts(self, windows):
-        """The ids [B] at which windows [B, W] start: the inverse of `window`."""
-        return windows if self.length is None else windows[:, 0]
-
-
-@cache
-def make_replay(windows, donate):
-    """See `Windows.replay`."""
-    return windows.factory(
-        windows.max_size,
-        num_envs=windows.envs,
-        sequence_length=windows.length,
-        period=windows.period,
-        donate=donate,
-    )
-
-
-def describe(value):
-    """For `ids=` of pytest.mark.parametrize: "6x3-window2-period1" for Windows(6, 3, 2).
-
-    None for any other value, which pytest then names itself.
-    """
-    if not isinstance(value, Windows):
-        return None
-    name = f"{value.rows}x{value.num_envs}-window{value.length}-period{value.period}"
-    if value.factory is buffers.prioritised_replay:
-        name += "-prioritised"
-    return name
-
-
-def batches(*lengths):
-    """A strategy of hypothesis: (length, mask), where the mask is a list of that length or None."""
-
-    def with_mask(length):
-        masks = st.lists(st.booleans(), min_size=length, max_size=length)
-        return st.tuples(st.just(length), st.none() | masks)
-
-    return st.sampled_from(lengths).flatmap(with_mask)
-
-
-def kept(rows, mask):
-    """The rows, in a list, that a mask of `batches` keeps: all if it is None."""
-    if mask is None:
-        return list(rows)
-    return [row for row, keep in zip(rows, mask, strict=True) if keep]
-
-
-def as_mask(mask):
-    """A mask of `batches` as `add_batch` takes it."""
-    return None if mask is None else np.array(mask)

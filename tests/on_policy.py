@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from by_hand import dense, lstm_step
 from gymnasium.vector import SyncVectorEnv
 from numpy.testing import assert_array_equal
 
@@ -156,11 +157,6 @@ def in_time(agent, x):
 # In NumPy and SciPy, with float64
 
 
-def dense(layer, x):
-    """Applies a layer of flax."""
-    return x @ layer["kernel"] + layer.get("bias", 0)
-
-
 def perceptron(params, name, x):
     """Applies the layers `name`_0, `name`_1 ... with tanh, and the last one."""
     i = 0
@@ -176,17 +172,9 @@ def network(params, observation, memory=()):
     x, carry = observation, ()
     if memory:
         cell, hidden, last_action = memory
-        lstm = params["lstm"]
         encoded = np.tanh(dense(params["encoder_0"], observation))
         inputs = np.concatenate([encoded, last_action], axis=-1)
-        gates = {
-            gate: dense(lstm[f"i{gate}"], inputs) + dense(lstm[f"h{gate}"], hidden)
-            for gate in "ifgo"
-        }
-        i, f, o = [scipy.special.expit(gates[gate]) for gate in "ifo"]
-        cell = f * cell + i * np.tanh(gates["g"])
-        x = o * np.tanh(cell)
-        carry = (cell, x)
+        _, x = carry = lstm_step(params["lstm"], cell, hidden, inputs)
     output = perceptron(params, "actor", x)
     if "log_std" in params:
         log_std = np.broadcast_to(params["log_std"], output.shape)

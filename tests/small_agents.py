@@ -7,7 +7,6 @@ import gymnasium as gym
 import jax
 import numpy as np
 from by_hand import box, random_rollout
-from helpers import make_agent
 from jax.flatten_util import ravel_pytree
 
 import dqn_jax
@@ -21,19 +20,12 @@ from cleanreplay import protocol
 KEY = jax.random.PRNGKey(0)
 
 
-class Shifted(environments.Counter):
-    """Counter, whose actions are 5, 6 and 7."""
-
-    action_space = gym.spaces.Discrete(3, start=5)
-
-
 class Bounded(environments.Counter):
     """Counter with continuous actions."""
 
     action_space = gym.spaces.Box(np.float32([-1, 0]), np.float32([1, 3]))
 
 
-gym.register("Shifted-v0", Shifted)
 gym.register("Bounded-v0", Bounded)
 
 # Flags with which a run has eight iterations of 8 steps, of which the last six learn.
@@ -45,16 +37,12 @@ R2D2 = REPLAY | WINDOW | dict(target_network_frequency=20, hidden_size=5)
 SAC = REPLAY | dict(target_network_frequency=3, tau=0.25, hidden_sizes=(5,))
 ROLLOUT = SMALL | dict(num_steps=4, num_minibatches=2, update_epochs=1)
 SCRIPTS = {
-    "dqn": (dqn_jax, DQN, "Shifted-v0"),
-    "per_dqn": (per_dqn_jax, DQN, "Shifted-v0"),
-    "r2d2": (r2d2_jax, R2D2, "Shifted-v0"),
-    "sac": (sac_jax, SAC, "Bounded-v0"),
-    "ppo": (ppo_jax, ROLLOUT | dict(hidden_sizes=(5,)), "Bounded-v0"),
-    "recurrent_ppo": (
-        recurrent_ppo_jax,
-        ROLLOUT | dict(sequence_length=2, hidden_size=5),
-        "Bounded-v0",
-    ),
+    "dqn": (dqn_jax, DQN),
+    "per_dqn": (per_dqn_jax, DQN),
+    "r2d2": (r2d2_jax, R2D2),
+    "sac": (sac_jax, SAC),
+    "ppo": (ppo_jax, ROLLOUT | dict(hidden_sizes=(5,))),
+    "recurrent_ppo": (recurrent_ppo_jax, ROLLOUT | dict(sequence_length=2, hidden_size=5)),
 }
 WITH_REPLAY = ["dqn", "per_dqn", "r2d2", "sac"]
 WITH_EPSILON = ["dqn", "per_dqn", "r2d2"]
@@ -67,20 +55,17 @@ SPACES = dict.fromkeys(WITH_EPSILON, DISCRETE) | dict.fromkeys(["sac", *PPO], BO
 
 def make(name, space=None, **flags):
     """An agent with the small flags and these, for actions of its kind or of this space."""
-    module, small, _ = SCRIPTS[name]
+    module, small = SCRIPTS[name]
     return module.Agent(module.Args(**small | flags), box(3), space or SPACES[name])
 
 
 @cache
 def learner(name):
-    """An agent whose `init` and `train_step` are compiled once, and the flags of its run."""
-    module, flags, env_id = SCRIPTS[name]
-    args = module.Args(**flags)
-    run = module.Run(env_id=env_id, log_interval=8)
-    agent = make_agent(module, args, run)
+    """An agent whose `init` and `train_step` are compiled once."""
+    agent = make(name)
     agent.init = jax.jit(agent.init)
     agent.train_step = jax.jit(agent.train_step)
-    return agent, args, run
+    return agent
 
 
 def train_step(agent, state, rollout, key, step, next_observation):
@@ -108,7 +93,7 @@ def random_steps(agent, seed=0):
 @cache
 def iterations(name):
     """{step: (state, new state, policy, metrics)} of eight iterations, which begin at `step`."""
-    agent, _, _ = learner(name)
+    agent = learner(name)
     state = agent.init(KEY)
     found = {}
     for step in range(0, 64, 8):

@@ -1,7 +1,7 @@
 """cleanreplay/agent_file.py: an agent in one file, and runs that begin with one."""
 
 import shutil
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gymnasium as gym
@@ -9,32 +9,25 @@ import jax
 import numpy as np
 import pytest
 from helpers import (
-    CHAINED,
     COUNTED,
     DAMAGE,
     assert_trees_equal,
-    edited,
     flip_a_bit,
     make_trainer,
     save_agent,
     saved_run,
 )
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import dqn_jax
-import per_dqn_jax
 import ppo_jax
-import recurrent_ppo_jax
 import sac_jax
-from cleanreplay import UsageError, agent_file, checkpoints, disk, load_policy, protocol, watch
+from cleanreplay import UsageError, agent_file, disk, load_policy, protocol
 
 OBSERVATIONS = 100 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 BOX = gym.spaces.Box(-1, 1, (3,))
-DISCRETE = gym.spaces.Discrete(2)
 BEST = "best.safetensors"
-# What a State has beside what was learned.
-NOT_LEARNED = dict.fromkeys((dqn_jax, sac_jax), "replay")
-NOT_LEARNED |= dict.fromkeys((ppo_jax, recurrent_ppo_jax), "discounted_return")
+CHAIN = "environments:Chain-v0"
 
 
 def rewrite(file, **changed):
@@ -51,23 +44,15 @@ def begin(saved, place=None, **flags):
     return agent, fresh, agent_file.start_from(str(place or saved.folder), fresh, agent)
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "actions", "some"),
-    [
-        (dqn_jax, {}, DISCRETE, {"params/params/q/kernel"}),
-        (ppo_jax, {}, BOX, {"params/params/actor_0/bias", "obs_rms/mean", "obs_rms/var"}),
-        (sac_jax, {}, BOX, {"policy/actor/params/actor_1/kernel"}),
-    ],
-)
-def test_the_policy_needs_what_policy_params_returns(script, flags, actions, some):
-    agent = script.Agent(script.Args(**flags), BOX, actions)
+def test_the_policy_needs_what_policy_params_returns():
+    agent = ppo_jax.Agent(ppo_jax.Args(), BOX, BOX)
     state = jax.eval_shape(agent.init, jax.random.PRNGKey(0))
     leaves = disk.by_name(state)
     needed = {id(x) for x in jax.tree.leaves(agent.policy_params(state))}
     found = agent_file.policy_leaves(agent)
 
     assert found == {name: x.shape for name, x in leaves.items() if id(x) in needed}
-    assert some <= set(found)
+    assert {"params/params/actor_0/bias", "obs_rms/mean", "obs_rms/var"} <= set(found)
 
 
 def test_the_file_alone_is_the_agent():
@@ -91,31 +76,16 @@ def test_a_script_that_was_moved_is_in_the_working_directory():
     np.testing.assert_array_equal(load_policy(BEST)(OBSERVATIONS), wanted)
 
 
-def test_parameters_that_are_computed_are_computed_again():
-    """As if the policy acted with parameters twice as large. A run begins with what was learned."""
-    twice = "return jax.tree.map(lambda x: 2 * x, state.params)\n"
-    script = edited(dqn_jax, ("return state.params\n", twice))
-    agent, params = save_agent(script)
-    begun = jax.jit(agent.init)(jax.random.PRNGKey(1))
-    begun = agent_file.start_from(BEST, begun, agent)
-
-    kernel = load_file(BEST)["params/params/q_0/kernel"]
-    np.testing.assert_array_equal(2 * kernel, params["params"]["q_0"]["kernel"])
-    wanted = protocol.policy(agent, params)(OBSERVATIONS)
-    np.testing.assert_array_equal(load_policy(BEST)(OBSERVATIONS), wanted)
-    assert_trees_equal(agent.policy_params(begun), jax.tree.map(np.asarray, params))
-
-
 # What reads the file of the best agent, or of the newest checkpoint, of a run.
 READERS = {
     "load_policy": (lambda saved: load_policy(saved.folder), BEST),
     "load_policy of a checkpoint": (lambda saved: load_policy(saved.folder), None),
-    "watch": (lambda saved: watch.watch(watch.Flags(str(saved.folder))), BEST),
     "init_from": (lambda saved: begin(saved), None),
-    "init_from of a file": (lambda saved: begin(saved, saved.folder / BEST), BEST),
+    "a resume": (lambda saved: agent_file.BestAgent(saved.folder, {}), BEST),
 }
-DAMAGES = DAMAGE | {
-    "a bit": (lambda file: flip_a_bit(file, "params/params/q/bias"), "q/bias has another checksum"),
+DAMAGES = {
+    "cut off": DAMAGE["cut off"],
+    "a word": DAMAGE["a word"],
     "another project": (
         lambda file: save_file({"weight": np.zeros(3)}, file, metadata={"format": "pt"}),
         "CleanReplay did not write it",
@@ -139,13 +109,11 @@ def test_a_damaged_file_is_one_line(read, name, damage, word):
     assert ("delete it to load the newest" in str(caught.value)) == (name == BEST)
 
 
-def test_a_damaged_agent_ends_a_resume_before_it_trains():
-    saved = saved_run(dqn_jax, **COUNTED).copied()
-    (saved.folder / BEST).write_bytes(b"")
-    with pytest.raises(UsageError, match=r"best.safetensors is damaged"):
-        saved.train(total_timesteps=300)
-
-    assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"100", "200"}
+def test_a_leaf_that_is_damaged_is_named():
+    save_agent(dqn_jax)
+    flip_a_bit(Path(BEST), "params/params/q/bias")
+    with pytest.raises(UsageError, match=r"is damaged, .*q/bias has another checksum"):
+        load_policy(BEST)
 
 
 def test_a_file_that_cannot_be_read_now_is_not_damaged(monkeypatch):
@@ -157,34 +125,16 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(monkeypatch):
         agent_file.open_agent("x")
 
 
-def test_another_network_is_named_with_its_shapes():
-    agent, _ = save_agent(dqn_jax)
-    rewrite(BEST, args=vars(agent.args) | {"hidden_sizes": [9]})
-
-    with pytest.raises(UsageError, match=r"q/kernel is \(84, 3\) there, \(9, 3\) here"):
-        load_policy(BEST)
-
-
-@pytest.mark.parametrize("script", NOT_LEARNED)
-def test_a_run_begins_with_all_that_was_learned_and_no_more(script):
+@pytest.mark.parametrize(
+    ("script", "not_learned"), [(dqn_jax, "replay"), (ppo_jax, "discounted_return")]
+)
+def test_a_run_begins_with_all_that_was_learned_and_no_more(script, not_learned):
     saved = saved_run(script)
     _, fresh, state = begin(saved)
 
     for name in state._fields:
-        wanted = fresh if name == NOT_LEARNED[script] else saved.state
+        wanted = fresh if name == not_learned else saved.state
         assert_trees_equal(getattr(state, name), getattr(wanted, name))
-
-
-def test_a_resumed_run_goes_on_from_its_own_checkpoint(capsys):
-    """Not from what it began with once more."""
-    saved = saved_run(dqn_jax, **COUNTED)
-    args = replace(saved.args, init_from=str(saved.folder), learning_rate=0.0)
-    begun = saved._replace(args=args).train()
-    resumed = begun.train(resume=str(begun.folder))
-
-    assert capsys.readouterr().out.count("starts from") == 1
-    assert_trees_equal(begun.state.params, saved.state.params)
-    assert_trees_equal(resumed.state.opt_state, begun.state.opt_state)
 
 
 def test_other_numbers_of_environments_are_no_obstacle():
@@ -195,39 +145,65 @@ def test_other_numbers_of_environments_are_no_obstacle():
     assert state.discounted_return.shape == (3,)
 
 
-def test_agents_begin_with_several_in_turn():
-    saved = saved_run(per_dqn_jax, **CHAINED)
-    trainer = make_trainer(per_dqn_jax, saved.args, replace(saved.run, num_seeds=3))
-    runner = agent_file.start_from(str(saved.folder), trainer.init(), trainer.agent)
-    _, _, alone = begin(saved)
+@cache
+def new_agents(num_seeds):
+    """What trains several agents, and their RunnerState before the first step."""
+    trainer = make_trainer(dqn_jax, dqn_jax.Args(), dqn_jax.Run(env_id=CHAIN, num_seeds=num_seeds))
+    return trainer, trainer.init()
 
-    wanted = jax.tree.map(lambda x: x[np.array([0, 1, 0])], saved.state.params)
-    assert_trees_equal(runner.agent.params, wanted)
-    assert np.all(runner.agent.replay.size == 0)
-    assert_trees_equal(alone.params, jax.tree.map(lambda x: x[0], saved.state.params))
+
+def write_two(lost):
+    """Writes the checkpoint of two agents: the parameters of their policies."""
+    _, runner = new_agents(2)
+    about = dict(is_whole=True, num_agents=2, lost=lost, step=10)
+    disk.write(Path("two"), disk.by_name(runner).items(), about)
+    return runner.agent.params
+
+
+def begin_several(source):
+    """What three agents begin with."""
+    trainer, runner = new_agents(3)
+    return agent_file.start_from(source, runner, trainer.agent).agent
+
+
+def test_agents_begin_with_several_in_turn():
+    before = write_two(lost=[])
+    _, three = new_agents(3)
+    started = begin_several("two")
+
+    wanted = jax.tree.map(lambda x: x[np.array([0, 1, 0])], before)
+    assert_trees_equal(started.params, wanted)
+    assert_trees_equal(started.replay, three.agent.replay)
 
 
 def test_several_agents_begin_with_the_file_of_one():
-    agent, params = save_agent(dqn_jax, "environments:Chain-v0")
-    run = dqn_jax.Run(env_id="environments:Chain-v0", num_seeds=2)
-    trainer = make_trainer(dqn_jax, agent.args, run)
-    runner = agent_file.start_from(BEST, trainer.init(), trainer.agent)
+    _, params = save_agent(dqn_jax, CHAIN)
 
-    assert_trees_equal(runner.agent.params, jax.tree.map(lambda x: np.stack([x, x]), params))
+    wanted = jax.tree.map(lambda x: np.stack([x, x, x]), params)
+    assert_trees_equal(begin_several(BEST).params, wanted)
 
 
-@pytest.mark.parametrize(
-    ("script", "fresh_field"),
-    [(dqn_jax, "opt_state"), (ppo_jax, "opt_state"), (sac_jax, "critics")],
-)
-def test_a_file_gives_what_the_policy_needs(script, fresh_field):
+@pytest.mark.parametrize(("lost", "first"), [([], 0), ([0], 1)])
+def test_an_agent_begins_with_the_first_that_has_not_diverged(lost, first, capsys):
+    before = write_two(lost)
+    agent, _ = save_agent(dqn_jax, CHAIN)
+    state = agent_file.start_from("two", jax.jit(agent.init)(jax.random.PRNGKey(99)), agent)
+
+    printed = capsys.readouterr().out
+    assert_trees_equal(state.params, jax.tree.map(lambda x: x[first], before))
+    assert "starts from two, as it was after 10 steps" in printed
+    assert ("agents [0] diverged" in printed) == (lost == [0])
+
+
+@pytest.mark.parametrize("script", [dqn_jax, ppo_jax])
+def test_a_file_gives_what_the_policy_needs(script):
     """A target network is a copy again; the state of the optimiser begins anew."""
     env_id = saved_run(script).run.env_id
     _, params = save_agent(script, env_id)
     agent, fresh, state = begin(saved_run(script), BEST)
 
     assert_trees_equal(agent.policy_params(state), jax.tree.map(jax.numpy.asarray, params))
-    assert_trees_equal(getattr(state, fresh_field), getattr(fresh, fresh_field))
+    assert_trees_equal(state.opt_state, fresh.opt_state)
     if script is dqn_jax:
         assert_trees_equal(state.target_params, state.params)
 
@@ -247,36 +223,19 @@ def test_a_run_passes_over_a_damaged_checkpoint(capsys):
     assert_trees_equal(of_best.params, saved.state.params)
 
 
-def test_agents_that_diverged_are_left_out(capsys):
-    saved = saved_run(per_dqn_jax, **CHAINED).copied()
-    file = checkpoints.newest(saved.folder)
-    rewrite(file, lost=[0])
-    _, _, state = begin(saved)
-
-    assert_trees_equal(state.params, jax.tree.map(lambda x: x[1], saved.state.params))
-    assert "agents [0] diverged" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("of_file", [False, True])
-def test_statistics_are_not_dropped_silently(of_file):
-    save_agent(ppo_jax, "environments:OnceBox-v0")
-    saved = saved_run(ppo_jax)
-    place = BEST if of_file else saved.folder
-    with pytest.raises(UsageError, match=r"obs_rms/mean is \(.*\) there, missing here"):
-        begin(saved, place, normalize_observations=False)
-
-
-def begin_with_other_statistics(saved):
-    save_agent(ppo_jax, "environments:OnceBox-v0", normalize_observations=False)
-    begin(saved_run(ppo_jax), BEST)
+def begin_ppo(has_statistics, place=None):
+    """Begins an agent with or without statistics of observations with one that has the opposite."""
+    save_agent(ppo_jax, "environments:OnceBox-v0", normalize_observations=not has_statistics)
+    begin(saved_run(ppo_jax), place, normalize_observations=has_statistics)
 
 
 # What a user does with a run, and words of the error.
 MISTAKES = [
     (lambda saved: begin(saved, hidden_sizes=(9,)), r"q/kernel is \(5, 3\) there, \(9, 3\) here"),
     (lambda saved: begin(saved, saved.folder / BEST, hidden_sizes=(9,)), r"script: params/"),
-    (lambda saved: begin(saved, "nowhere"), "nowhere/checkpoints has no checkpoint"),
-    (begin_with_other_statistics, "obs_rms/.* is missing there"),
+    (lambda saved: begin_ppo(False), r"obs_rms/mean is \(.*\) there, missing here"),
+    (lambda saved: begin_ppo(False, BEST), r"obs_rms/mean is \(.*\) there, missing here"),
+    (lambda saved: begin_ppo(True, BEST), "obs_rms/.* is missing there"),
 ]
 
 
@@ -288,19 +247,12 @@ def test_a_mistake_in_init_from_is_one_line(start, words):
     assert "\n" not in str(caught.value)
 
 
-def test_sac_acts_with_its_policy_from_the_first_step():
-    saved = saved_run(sac_jax)
-    actor = jax.tree.map(np.array, saved.state.policy.actor)
-    actor["params"]["mean"]["bias"] = np.float32([3.0])  # its actions are near 1
-    inputs = (actor, np.zeros((1_000, 2), np.float32), jax.random.PRNGKey(1), 0)
+@pytest.mark.parametrize(
+    ("autotune", "left_out"), [(True, set()), (False, {"log_alpha", "alpha_opt_state"})]
+)
+def test_alpha_is_not_taken_where_it_is_a_flag(autotune, left_out):
+    agent = sac_jax.Agent(sac_jax.Args(autotune=autotune), BOX, BOX)
+    state = jax.eval_shape(agent.init, jax.random.PRNGKey(0))
+    taken = disk.names(protocol.learned(agent, state).policy)
 
-    assert abs(np.mean(saved.agent().act(*inputs))) < 0.1
-    assert np.mean(saved.agent(init_from="runs/another").act(*inputs)) > 0.9
-
-
-def test_alpha_is_a_flag_without_autotune():
-    saved = saved_run(sac_jax)
-    _, _, state = begin(saved, autotune=False, alpha=0.05)
-
-    assert state.policy.log_alpha == pytest.approx(np.log(0.05))
-    assert abs(saved.state.policy.log_alpha) < 1
+    assert {name.partition("/")[0] for name in set(disk.names(state.policy)) - {*taken}} == left_out

@@ -209,28 +209,19 @@ def test_one_that_cannot_be_read_now_stays(monkeypatch):
         (ValueError("INTERNAL: Error reading x [OS error 5: EIO Input/output error]"), True),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 80 bytes"), True),
         (FileNotFoundError(errno.ENOENT, "No such file"), False),
-        (NotADirectoryError(errno.ENOTDIR, "Not a directory"), False),
         (ValueError("NOT_FOUND: Error opening x [OS error 2: ENOENT No such file]"), False),
-        (ValueError("Expecting value: line 1 column 1"), False),
     ],
 )
 def test_errors_of_the_machine_are_told_from_damage(error, expected):
     assert checkpoints.is_of_the_machine(error) is expected
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"b": jnp.zeros(1), "params": jnp.zeros(2)}, r"params is \(2, 3\) there, \(2,\) here"),
-        ({"extra": jnp.zeros(1)}, r"extra is missing there, \(1,\) here"),
-    ],
-)
-def test_another_state_is_refused_with_a_leaf(changed, words):
-    """Parameters come first, whose names say most."""
-    saver = saved(100)
+def test_another_state_is_refused_with_a_leaf():
+    changed = zeros() | {"b": jnp.zeros(1), "params": jnp.zeros(2)}
+    words = r"is of another script or version: params is \(2, 3\) there, \(2,\) here"
 
-    with pytest.raises(UsageError, match=f"is of another script or version: {words}"):
-        saver.restore(zeros() | changed)
+    with pytest.raises(UsageError, match=words):
+        saved(100).restore(changed)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import as_mask, batches, decode, encode, examples, kept
+from buffer_helpers import as_mask, batches, decode, encode, kept
+from helpers import examples
 from hypothesis import given
 from scipy import stats
 
@@ -38,7 +39,7 @@ def ids_of(kind, rows):
 
 @pytest.mark.parametrize("kind", REPLAYS)
 @examples(25)
-@given(added=st.lists(batches(1, 4, 14), max_size=8))
+@given(added=st.lists(batches(4, 14), max_size=8))
 def test_each_cluster_holds_its_newest(kind, added):
     replay = REPLAYS[kind]
     state = replay.init(encode(0))
@@ -73,11 +74,8 @@ def index_of_each(replay, state):
 
 @pytest.mark.parametrize(
     ("inner", "power"),
-    [
-        (UNIFORM, 0.0),  # clusters alike, but for those that are empty
-        (UNIFORM, 1.0),
-        (buffers.prioritised_replay(ROWS), 0.5),
-    ],
+    # With power 0 clusters are alike, but for those that are empty.
+    [(UNIFORM, 0.0), (UNIFORM, -1.0), (buffers.prioritised_replay(ROWS), 0.5)],
 )
 def test_draws_have_the_exact_distribution(inner, power):
     replay = buffers.clustered_replay(5, inner, lambda x: x % 5, power)
@@ -134,16 +132,6 @@ def test_new_items_get_the_largest_priority_of_their_cluster():
     assert state.tree[0][:, :3].tolist() == [[1, 1, 0], [8, 8, 0]]
 
 
-def test_an_update_changes_one_item():
-    state = TWO.add_batch(TWO.init(0), jnp.arange(6))
-    index_of = index_of_each(TWO, state)
-
-    state = TWO.update(state, lambda x: x + 10, [index_of[3]])
-
-    held = TWO.get(state, list(index_of.values()))
-    assert held.tolist() == [i + 10 * (i == 3) for i in index_of]
-
-
 def test_items_that_are_gone_are_not_read_and_get_no_priority():
     state = TWO.add_batch(TWO.init(0), jnp.arange(6))
     index_of = index_of_each(TWO, state)
@@ -158,17 +146,6 @@ def test_items_that_are_gone_are_not_read_and_get_no_priority():
     assert TWO.priorities(state, of_all).tolist() == [0, 0, 0, 23, 24, 25]
 
 
-def test_a_power_below_zero_prefers_small_clusters():
-    replay = buffers.clustered_replay(300, buffers.uniform_replay(8), lambda x: x, -1.0)
-    items = jnp.concatenate([jnp.full(8, 7), jnp.array([250])])
-    state = replay.add_batch(replay.init(0), items)
-
-    drawn = np.asarray(replay.sample(state, jax.random.key(0), 20_000).experience)
-
-    assert set(drawn.tolist()) == {7, 250}
-    assert stats.binomtest(int((drawn == 250).sum()), 20_000, 8 / 9).pvalue > 1e-3
-
-
 def test_windows_of_one_step_are_taken():
     inner = buffers.uniform_replay(20, sequence_length=1)
     replay = buffers.clustered_replay(2, inner, even_or_odd)
@@ -180,7 +157,7 @@ def test_windows_of_one_step_are_taken():
     assert set(drawn.ravel().tolist()) == set(range(6))
 
 
-@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8])
+@pytest.mark.parametrize("dtype", [bool, np.uint8])
 def test_a_cluster_may_be_a_bool_or_any_integer(dtype):
     """Also of a dtype that cannot count the rows of all clusters."""
     inner = buffers.uniform_replay(40_000)
@@ -194,12 +171,11 @@ def test_a_cluster_may_be_a_bool_or_any_integer(dtype):
     assert (indices[~is_held] == -1).all()
 
 
-@pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["called", "in jit"])
-def test_a_cluster_out_of_range_counts_as_the_nearest(jit):
+def test_a_cluster_out_of_range_counts_as_the_nearest():
     replay = buffers.clustered_replay(3, UNIFORM, lambda x: x)
     items = jnp.array([-1, 1, 3, 2**31 - 1, -(2**31)])
 
-    state = jit(replay.add_batch)(replay.init(0), items)
+    state = replay.add_batch(replay.init(0), items)
 
     assert state.size.tolist() == [2, 1, 2]
     assert state.storage[:2, 0].tolist() == [-1, -(2**31)]
@@ -212,7 +188,6 @@ MISTAKES = [
     ((2, TWO, even_or_odd), TypeError, "more clusters"),
     ((2, buffers.uniform_replay(20, sequence_length=2), even_or_odd), TypeError, "sequence_length"),
     ((2, UNIFORM, even_or_odd, 4.1), ValueError, "distribution_power"),
-    ((2, UNIFORM, even_or_odd, -4.1), ValueError, "distribution_power"),
     ((2, UNIFORM, even_or_odd, np.nan), ValueError, "distribution_power"),
     ((2, UNIFORM, lambda x: 1.0), TypeError, "clustering_fn"),
     ((2, UNIFORM, lambda x: jnp.zeros(2, jnp.int32)), TypeError, "clustering_fn"),
@@ -230,11 +205,9 @@ def test_a_mistake_in_a_clustered_buffer_is_named(settings, error, word):
     with pytest.raises(error, match=word) as caught:
         first_state(*settings)
 
-    assert len(str(caught.value).splitlines()) == 1
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("number", "power"), [(2, 4), (2, -4), (2**27, 0)])
-def test_a_buffer_at_its_limits_is_made(number, power):
-    replay = buffers.clustered_replay(number, UNIFORM, even_or_odd, power)
-
-    assert replay.max_size == number * ROWS
+def test_a_buffer_at_its_limits_is_made():
+    assert buffers.clustered_replay(2**27, UNIFORM, even_or_odd, 4).max_size == 2**29
+    assert buffers.clustered_replay(2, UNIFORM, even_or_odd, -4).max_size == 2 * ROWS

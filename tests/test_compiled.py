@@ -1,10 +1,7 @@
-"""Compiled runs: a group of agents and each alone, what a program computes, and what is left."""
+"""Compiled runs: what a program computes, what is logged, and a resume. See also test_sweep.py."""
 
 import re
-import shutil
-from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,150 +11,7 @@ from environments import Chain, register_jax
 from helpers import make_trainer, read_events, train_compiled
 
 import dqn_jax
-import ppo_jax
-from cleanreplay import checkpoints, disk, load_policy
-
-SEEDS = range(3, 7)
-
-
-def own_folders(folder, seeds):
-    """The folders of the agents of a run, of which the first one's is the folder of the run."""
-    return [folder, *(folder / f"seed_{seed}" for seed in seeds[1:])]
-
-
-# Four agents in a chain, of which some go right and some do not, on two devices.
-FOUR_ARGS = ppo_jax.Args(num_steps=8, total_timesteps=64)
-FOUR_RUN = ppo_jax.Run(
-    env_id="environments:Chain-v0",
-    num_seeds=4,
-    seed=3,
-    num_devices=2,
-    log_interval=32,
-    eval_interval=32,
-    eval_episodes=1,
-)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """What the four agents have left, and what the code of a user has seen of evaluations."""
-    seen = []
-
-    class Noted(ppo_jax.Log):
-        def at_evaluation(self, step, params, returns):
-            seen.append((self.folder, step, params, returns.tolist()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppo_jax, "Log", Noted)
-        left = train_compiled(ppo_jax, FOUR_ARGS, FOUR_RUN, tmp_path_factory.mktemp("four"))
-    left.folders = own_folders(left.folder, SEEDS)
-    left.scalars = [read_events(folder)[0] for folder in left.folders]
-    left.seen = seen
-    return left
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The third of the four agents trained alone, its environments on two devices."""
-    run = replace(FOUR_RUN, num_seeds=1, seed=SEEDS[2], eval_episodes=0)
-    return train_compiled(ppo_jax, FOUR_ARGS, run, tmp_path_factory.mktemp("alone"))
-
-
-def params_of(state, i):
-    """The parameters of agent i."""
-    return jax.tree.map(lambda x: np.asarray(x[i]), state.params)
-
-
-def goes_right(state):
-    """Whether the policy of each agent [4] goes right in all states of the chain."""
-    agent = ppo_jax.Agent(FOUR_ARGS, Chain.observation_space, Chain.action_space)
-    output, _ = jax.vmap(agent.network.apply, in_axes=(0, None))(state.params, jnp.eye(5)[:4])
-    return (output[..., 1] > output[..., 0]).all(axis=1).astype(float).tolist()
-
-
-def test_an_agent_of_a_group_is_the_one_trained_alone(four, alone):
-    own = params_of(four.state, 2)
-    differences = jax.tree.map(lambda x, y: np.abs(x - y).max(), own, params_of(four.state, 0))
-    scalars, _ = read_events(alone.folder)
-
-    assert max(jax.tree.leaves(differences)) > 1e-2
-    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-4)  # rounding differs
-    jax.tree.map(close, own, params_of(alone.state, 0))
-    own_scalars = {tag: x for tag, x in four.scalars[2].items() if not tag.startswith("eval/")}
-    assert set(own_scalars) == set(scalars)
-    assert {tag for tag in scalars if tag.startswith("losses/")}
-    for tag in set(scalars) - {"charts/SPS"}:
-        close(own_scalars[tag], scalars[tag], err_msg=tag)
-    close(four.returns[2:3], alone.returns)
-
-
-def starts_of_parts(x, axis):
-    """Where the part of each device begins on this axis of an array."""
-    return sorted(part.index[axis].start or 0 for part in x.addressable_shards)
-
-
-def test_agents_or_environments_are_spread_over_devices(four, alone):
-    """What is not spread is on both devices; what each process reads is."""
-    for x in jax.tree.leaves(four.runner._replace(finished=None)):
-        assert starts_of_parts(x, axis=0) == [0, 2]
-    for x in jax.tree.leaves(alone.runner.envs):
-        assert starts_of_parts(x, axis=1) == [0, 2]
-    for x in (four.runner.finished, *jax.tree.leaves(alone.runner._replace(envs=None))):
-        assert x.sharding.is_fully_replicated
-        assert len(x.sharding.device_set) == 2
-
-
-def test_each_agent_of_a_group_is_evaluated(four):
-    expected = goes_right(four.state)
-
-    assert set(expected) == {0.0, 1.0}
-    for scalars, score in zip(four.scalars, expected, strict=True):
-        (first, _), last = scalars["eval/episodic_return"]
-        assert first == 32
-        assert last == (64, score)
-
-
-def test_the_best_agent_of_a_group_is_kept(four):
-    scores = np.array([[x for _, x in own["eval/episodic_return"]] for own in four.scalars])
-    policy = load_policy(four.folder)
-
-    assert scores[0].max() < scores.max() == 1.0  # it is not the first
-    np.testing.assert_array_equal(policy(np.eye(5, dtype=np.float32)[:4]), [1, 1, 1, 1])
-
-
-def test_the_code_of_a_user_sees_each_agent_in_an_evaluation(four):
-    steps = [step for _, step, _, _ in four.seen]
-    agent = four.trainer.agent
-
-    assert steps == [32] * 4 + [64] * 4
-    last = zip(four.seen[4:], four.folders, goes_right(four.state), strict=True)
-    for i, ((own_folder, _, params, returns), folder, score) in enumerate(last):
-        assert (own_folder, returns) == (folder, [score])
-        own = jax.tree.map(lambda x, i=i: x[i], agent.policy_params(four.state))
-        jax.tree.map(np.testing.assert_array_equal, params, own)
-
-
-def test_a_line_has_the_mean_of_all_agents(four):
-    mean = np.mean(goes_right(four.state))
-
-    assert 0 < mean < 1
-    assert f"64 steps: return {mean:.2f} in an evaluation\n" in four.printed
-    for seed, x in zip(SEEDS, four.returns, strict=True):
-        assert f"seed {seed}: mean return of the last episodes {x:.2f}\n" in four.printed
-
-
-def test_a_complete_run_that_is_resumed_is_evaluated_again(four):
-    folder = Path(shutil.copytree(four.folder, "copy")).absolute()
-    run = replace(FOUR_RUN, resume=str(folder))
-    state, returns, _ = ppo_jax.train(FOUR_ARGS, run)
-
-    assert len(set(returns)) > 1
-    np.testing.assert_array_equal(returns, four.returns)
-    jax.tree.map(np.testing.assert_array_equal, state, four.state)
-    for own_folder, score in zip(own_folders(folder, SEEDS), goes_right(state), strict=True):
-        scalars, _ = read_events(own_folder)
-        assert scalars["eval/episodic_return"][1:] == [(64, score), (64, score)]
-        assert [step for step, _ in scalars["charts/SPS"]] == [32, 64]
+from cleanreplay import checkpoints, disk
 
 
 class Clock(Chain):
@@ -278,49 +132,14 @@ def shown_returns(printed):
 
 
 def test_a_run_shows_its_return_once_an_episode_has_ended(tmp_path, stop_at):
-    """A signal ends it at step 40 and saves what was learned and the return, for a resume."""
+    """The first agent shows it. A signal ends it at step 40 and saves it, for a resume."""
     left = train_compiled(dqn_jax, CLOCK_ARGS, CLOCK_RUN, tmp_path, stop_at(40))
     saved = disk.open_file(checkpoints.newest(left.folder)).about
     points = read_events(left.folder)[0]["charts/SPS"]
-    run = replace(CLOCK_RUN, resume=str(left.folder))
-    resumed = train_compiled(dqn_jax, CLOCK_ARGS, run, tmp_path)
 
     steps = range(4, 41, 4)
+    assert left.printed.startswith(f"{left.folder}: ")
     assert shown_returns(left.printed) == {x: "nan" if x < 10 else "4.50" for x in steps}
     assert left.returns.tolist() == [4.5, 4.5]
     assert [step for step, _ in points] == list(steps)
     assert (saved["step"], saved["returns"]) == (40, [4.5, 4.5])
-    assert shown_returns(resumed.printed) == {44: "4.50", 48: "4.50"}
-    assert resumed.returns.tolist() == [4.5, 4.5]
-
-
-@pytest.mark.slow
-def test_dqn_learns_the_q_values_of_a_chain():
-    """The time limit of 9 steps, which many episodes reach, changes no value."""
-    gamma = 0.8
-    args = dqn_jax.Args(
-        adam_epsilon=1e-2,  # with less, Adam makes large steps of the rounding of small gradients
-        total_timesteps=16_000,
-        num_envs=4,
-        gamma=gamma,
-        learning_starts=200,
-        buffer_size=1_000,
-        batch_size=64,
-        train_frequency=4,
-        target_network_frequency=40,
-        learning_rate=1e-3,
-        end_e=1.0,
-    )
-    run = dqn_jax.Run(env_id="environments:Chain-v0", eval_episodes=3)
-    state, _, folder = dqn_jax.train(args, run)
-    agent = dqn_jax.Agent(args, Chain.observation_space, Chain.action_space)
-    q_values = agent.network.apply(params_of(state, 0), np.eye(5, dtype=np.float32)[:4])
-    states = np.arange(4)
-    left = gamma ** (4.0 - np.maximum(states - 1, 0))
-
-    expected = np.stack([left, gamma ** (3.0 - states)], axis=1)
-    np.testing.assert_allclose(q_values, expected, atol=0.03)
-    scalars, _ = read_events(folder)
-    assert scalars["eval/episodic_return"] == [(16_000, 1.0)]
-    for tag in ("charts/episodic_return", "charts/SPS", "charts/epsilon", "losses/td_loss"):
-        assert [step for step, _ in scalars[tag]] == list(range(1_000, 16_001, 1_000)), tag

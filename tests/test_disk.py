@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cleanreplay import UsageError, disk
+from cleanreplay import disk
 
 
 def raising(number):
@@ -110,10 +110,3 @@ def test_blocks_are_whole_chunks_that_cover_an_array(shape, chunk, lengths, monk
     assert disk.chunk_shape(shape, itemsize=4) == chunk
     assert [len(block) for block in found] == lengths
     np.testing.assert_array_equal(np.concatenate(found), array.ravel())
-
-
-def test_shapes_that_differ_are_named_parameters_first():
-    here = {"opt": (1,), "params/w": (2, 3)}
-    disk.check_shapes("x", here, dict(here))
-    with pytest.raises(UsageError, match=r"^x: params/w is missing there, \(2, 3\) here$"):
-        disk.check_shapes("x", {"opt": (2,)}, here)

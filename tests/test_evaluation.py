@@ -3,6 +3,7 @@
 import signal
 from contextlib import closing
 from functools import cache
+from types import SimpleNamespace
 
 import gymnasium as gym
 import jax
@@ -14,7 +15,7 @@ from helpers import COUNTER, SMALL_DQN, flags_of, make_agent, make_trainer, read
 
 import dqn_jax
 import ppo_jax
-from cleanreplay import compiled, experiment
+from cleanreplay import experiment
 from cleanreplay.checkpoints import steps_in
 
 STEPS = 100  # of an episode
@@ -45,8 +46,6 @@ class CountingInJax(Chain):
 gym.register("Counting-v0", Counting, disable_env_checker=True)
 register_jax("CountingInJax-v0", CountingInJax(), max_episode_steps=STEPS)
 BOTH = pytest.mark.parametrize("env_id", ["Counting-v0", "CountingInJax-v0"])
-SHORT = dict(env_id="Counting-v0", total_timesteps=20, learning_starts=19, batch_size=1)
-SHORT |= dict(buffer_size=100, log_interval=10)
 
 
 @cache
@@ -59,9 +58,9 @@ def evaluation(script, args, run):
     return agent, lambda params: evaluate(params)[0]
 
 
-def play(agent, run, params, stop=()):
+def play(agent, run, params):
     with closing(dqn_jax.make_envs(agent.args, run, run.eval_episodes)) as envs:
-        return experiment.play_episodes(agent, run, params, envs, stop)
+        return experiment.play_episodes(agent, run, params, envs, stop=())
 
 
 def params_of(agent, output):
@@ -92,11 +91,10 @@ def assert_shares(counts, shares):
 
 @BOTH
 @pytest.mark.parametrize("script", [dqn_jax, ppo_jax])
-@pytest.mark.parametrize("best", [0, 2])
-def test_the_best_actions_are_taken_by_default(env_id, script, best):
-    counts = count_actions(script, np.eye(3)[best], env_id=env_id)
+def test_the_best_actions_are_taken_by_default(env_id, script):
+    counts = count_actions(script, [0, 0, 1], env_id=env_id)
 
-    np.testing.assert_array_equal(counts, [STEPS * np.eye(3)[best]] * 20)
+    np.testing.assert_array_equal(counts, [[0, 0, STEPS]] * 20)
 
 
 @BOTH
@@ -150,25 +148,15 @@ def test_a_return_is_that_of_the_first_episode():
     assert sorted(play(agent, run, params_of(agent, [0, 1, 0]))) == [2, 3, 4]
 
 
-def test_a_signal_ends_episodes_after_the_step_that_is_made():
-    run = dqn_jax.Run(env_id="Counting-v0", eval_episodes=3)
-    agent = make_agent(dqn_jax, dqn_jax.Args(), run)
-    returns = play(agent, run, params_of(agent, [0, 1, 0]), [signal.SIGTERM])
+def test_an_evaluation_logs_statistics_of_the_returns():
+    logged = []
+    log = SimpleNamespace(write=lambda *given: logged.append(given))
+    experiment.log_returns(log, 20, np.array([3.0, 0.0, 10.0, 1.0]), np.array([1.0, 0.0]))
 
-    np.testing.assert_array_equal(returns, [1, 1, 1])
-
-
-@BOTH
-def test_an_evaluation_logs_statistics_of_the_returns(env_id, monkeypatch):
-    returns = np.array([3.0, 0.0, 10.0, 1.0])
-    monkeypatch.setattr(experiment, "play_episodes", lambda *args, **kwargs: returns)
-    monkeypatch.setattr(compiled.Trainer, "evaluate", lambda *args: [returns[None]] * 2)
-    flags = SHORT | dict(env_id=env_id, eval_episodes=4)
-    _, _, folder = dqn_jax.train(*flags_of(dqn_jax, **flags))
-
-    charts, _ = read_events(folder)
-    got = [charts[f"eval/{name}"] for name in ("episodic_return", "median", "min", "max")]
-    assert got == [[(20, 3.5)], [(20, 2.0)], [(20, 0.0)], [(20, 10.0)]]
+    ((step, values),) = logged
+    names = ("episodic_return", "median", "min", "max", "success_rate")
+    assert step == 20
+    assert values == dict(zip([f"eval/{x}" for x in names], [3.5, 2, 0, 10, 0.5], strict=True))
 
 
 def test_a_signal_in_an_evaluation_ends_the_run(monkeypatch):
@@ -184,7 +172,8 @@ def test_a_signal_in_an_evaluation_ends_the_run(monkeypatch):
         return step(self, action)
 
     monkeypatch.setattr(Counting, "step", signal_in_the_evaluation)
-    flags = SHORT | dict(total_timesteps=100, eval_interval=50, eval_episodes=1)
+    flags = COUNTER | SMALL_DQN | dict(env_id="Counting-v0", total_timesteps=100)
+    flags |= dict(eval_interval=50, eval_episodes=1)
     _, _, folder = dqn_jax.train(*flags_of(dqn_jax, **flags), stop)
 
     assert len(made) == 77
@@ -193,18 +182,23 @@ def test_a_signal_in_an_evaluation_ends_the_run(monkeypatch):
     assert steps_in(folder) == [60]
 
 
-@pytest.mark.parametrize(("episodes", "returns"), [(2, [3.0, 3.0]), (0, [])])
-def test_the_code_of_a_user_gets_parameters_and_returns(episodes, returns, monkeypatch):
-    """Of an ordinary run, when an evaluation is due; without episodes there are no returns."""
+def test_the_code_of_a_user_gets_parameters_and_returns(monkeypatch):
     seen = []
-
-    class Noted(dqn_jax.Log):
-        def at_evaluation(self, step, params, returns):
-            seen.append((step, jax.tree.map(np.array, params), returns.tolist()))
-
-    monkeypatch.setattr(dqn_jax, "Log", Noted)
-    flags = COUNTER | SMALL_DQN | dict(eval_episodes=episodes, eval_interval=120)
+    note = lambda log, *given: seen.append(jax.tree.map(np.array, given))  # noqa: E731
+    monkeypatch.setattr(dqn_jax.Log, "at_evaluation", note)
+    flags = COUNTER | SMALL_DQN | dict(eval_episodes=2, eval_interval=120)
     state, _, _ = dqn_jax.train(*flags_of(dqn_jax, **flags))
 
-    assert [(step, got) for step, _, got in seen] == [(120, returns), (200, returns)]
+    assert [(step, list(returns)) for step, _, returns in seen] == [(120, [3, 3]), (200, [3, 3])]
     jax.tree.map(np.testing.assert_array_equal, seen[-1][1], state.params)
+
+
+def test_without_episodes_there_are_no_returns():
+    seen = []
+    run = dqn_jax.Run(eval_episodes=0)
+    log = SimpleNamespace(stop=(), at_evaluation=lambda *given: seen.append(given))
+    ordinary = SimpleNamespace(run=run, log=log, agent=None)
+    experiment.Experiment.evaluate(ordinary, 120, "state", "params")
+
+    ((step, params, returns),) = seen
+    assert (step, params, returns.shape) == (120, "params", (0,))

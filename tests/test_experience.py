@@ -2,21 +2,17 @@
 
 import json
 import shutil
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import environments  # noqa: F401  registers the environments
 import jax
 import numpy as np
 import pytest
-from helpers import COUNTER, SMALL_DQN, make_agent, saved_run
+from helpers import COUNTER, SMALL_DQN, saved_run
 
 import dqn_jax
-import per_dqn_jax
-import sac_jax
-from cleanreplay import UsageError, replays
-from cleanreplay.run_folder import RunFolder, check_experience
+from cleanreplay import UsageError
+from cleanreplay.run_folder import check_experience
 from cleanreplay.vault import Vault
 
 # 200 rows, of which the ring holds 90. A vault compares fewer than are between two log entries.
@@ -25,7 +21,6 @@ EXPERIENCE |= dict(save_experience=True)
 
 
 def vault_of(run):
-    """The experience of a run."""
     item = run.agent().example_step
     return Vault(run.folder / "experience", item, run.args.num_envs, create=False)
 
@@ -88,45 +83,6 @@ def test_all_steps_of_a_compiled_agent_are_kept():
     about = {"env_id": "environments:Chain-v0", "env_kwargs": {}, "seed": 1}
     known = json.loads((run.folder / "args.json").read_text())["spaces"]
     assert vault.about == about | {"script": "dqn_jax", "spaces": known}
-
-
-@pytest.mark.parametrize(
-    ("script", "env_id", "kwargs", "flags"),
-    [
-        (per_dqn_jax, "CartPole-v1", {"sutton_barto_reward": True}, {}),
-        (sac_jax, "Pendulum-v1", {"g": 5.0}, {}),
-        (dqn_jax, "CartPole-v1", {}, {"frame_stack": 2}),  # of a stack the newest frame
-    ],
-)
-def test_a_vault_has_what_the_replay_stores(script, env_id, kwargs, flags):
-    args = script.Args(num_envs=2, buffer_size=2_000, save_experience=True, **flags)
-    run = script.Run(env_id=env_id, env_kwargs=str(kwargs).replace("'", '"').lower(), seed=3)
-    agent = make_agent(script, args, run, **replays.options(args, None, None))
-    random = np.random.default_rng(0)
-    steps = jax.tree.map(
-        lambda x: random.integers(2, size=(5, 2, *x.shape)).astype(x.dtype), agent.example_step
-    )
-    folder = Path("run").absolute()
-    with RunFolder(agent, run, folder, script.__file__, []) as run_folder:
-        state = run_folder.begin(partial(agent.init, jax.random.PRNGKey(0)), on_resume=None)
-        state = state._replace(replay=agent.replay.add_batch(state.replay, steps))
-        run_folder.write_experience(state)
-
-    vault = Vault(folder / "experience")
-    for name, rows in vault.read(0, 5).items():
-        np.testing.assert_array_equal(rows, getattr(state.replay.storage, name)[:5])
-    assert vault.leaves["observation"] == f"float32[2, {3 if script is sac_jax else 4}]"
-    about = {"env_id": env_id, "env_kwargs": kwargs, "seed": 3, "script": script.__name__}
-    about["spaces"] = {}  # `RunFolder` was not told
-    assert vault.about == about
-
-
-def test_that_of_many_agents_is_not_kept():
-    args = dqn_jax.Args(save_experience=True)
-    run = dqn_jax.Run(env_id="environments:Chain-v0", num_seeds=2)
-    with pytest.raises(UsageError, match="save_experience: only that of one agent"):
-        dqn_jax.train(args, run)
-    assert not Path("runs").exists()
 
 
 def test_a_replay_must_hold_what_is_between_two_writes():

@@ -1,11 +1,11 @@
-"""How often environments are made, and which one is asked for the rewards of goals."""
+"""How often environments are made, and that goals are asked for one at a time."""
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-import environments
+import environments  # noqa: F401  (registers)
 import gymnasium as gym
-import numpy as np
 import pytest
 
 import dqn_jax
@@ -55,50 +55,20 @@ def test_one_environment_is_made_before_those_that_train(
     assert all(envs.unwrapped.closed for envs in made)
 
 
-class Threshold(environments.Reach):
-    """Its rewards need what a reset sets, and note the threads that ask for them at once."""
+def test_goals_are_asked_for_in_one_thread_at_a_time():
+    inside = []
+    most = []
 
-    inside = 0
-    most = 0
+    def ask(goal):
+        inside.append(goal)
+        time.sleep(0.01)
+        most.append(len(inside))
+        inside.pop()
+        return goal
 
-    def reset(self, **kwargs):
-        self.radius = 0.3
-        return super().reset(**kwargs)
+    ask_alone = goals.one_at_a_time(ask, threading.Lock())
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(ask_alone, range(4)))
 
-    def compute_reward(self, achieved_goal, desired_goal, info):
-        Threshold.inside += 1
-        Threshold.most = max(Threshold.most, Threshold.inside)
-        try:
-            time.sleep(0.01)
-            far = np.linalg.norm(np.asarray(achieved_goal - desired_goal), axis=-1)
-            return (far <= self.radius).astype(np.float32)
-        finally:
-            Threshold.inside -= 1
-
-
-gym.register("Threshold-v0", Threshold)
-
-
-def test_goals_are_asked_after_a_reset_in_one_thread_at_a_time():
-    args = sac_jax.Args(her_fraction=0.5)
-    run = sac_jax.Run(env_id="Threshold-v0")
-
-    def make_envs(num_envs):
-        return sac_jax.make_envs(args, run, num_envs)
-
-    first = make_envs(1)
-    found = goals.find_goals(args, first, make_envs)
-    first.close()
-    goal = np.zeros((4, 2), np.float32)
-    rewards = []
-    threads = [
-        threading.Thread(target=lambda: rewards.append(found.rewards(goal, goal))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found.close()
-
-    assert Threshold.most == 1
-    np.testing.assert_array_equal(rewards, np.ones((4, 4)))
+    assert answers == [0, 1, 2, 3]
+    assert most == [1] * 4

@@ -55,15 +55,9 @@ TASKS = {
 
 def make_agent(task):
     """An agent with hindsight in a task."""
-    args = task.script.Args(
-        num_envs=N,
-        her_fraction=RELABELLED / BATCH,
-        batch_size=BATCH,
-        learning_starts=BATCH,
-        buffer_size=N * ROWS,
-        n_step=task.n_step,
-        frame_stack=1 + task.before,
-    )
+    sizes = dict(num_envs=N, batch_size=BATCH, learning_starts=BATCH, buffer_size=N * ROWS)
+    steps = dict(n_step=task.n_step, frame_stack=1 + task.before)
+    args = task.script.Args(**sizes, **steps, her_fraction=RELABELLED / BATCH)
 
     def make_envs(count):
         return task.script.make_envs(args, task.script.Run(env_id=task.env_id), count)
@@ -119,7 +113,6 @@ def relabelled(task, pairs):
 
 
 def take(steps, *index):
-    """Steps at an index of their axes."""
     return jax.tree.map(lambda x: x[index], steps)
 
 
@@ -194,7 +187,6 @@ CALLED_BACK = {
 
 @pytest.mark.parametrize("name", [*TRACED, *CALLED_BACK])
 def test_a_function_gives_each_goal_what_it_gives_it_alone(name):
-    """It is called back only if JAX cannot trace it."""
     function = (TRACED | CALLED_BACK)[name]
     achieved, desired = 40 * np.random.default_rng(0).integers(0, 2, (2, 3, 2, 2)).astype(
         np.float32
@@ -209,14 +201,26 @@ def test_a_function_gives_each_goal_what_it_gives_it_alone(name):
     assert ("pure_callback" in program) == (name in CALLED_BACK)
 
 
-class NeedsInfo(Reach):
-    is_open = True
+class Simulator(Reach):
+    """Knows its rewards from a reset on until it is closed."""
+
+    is_open = False
+
+    def reset(self, **kwargs):
+        self.is_open = True
+        return super().reset(**kwargs)
 
     def compute_reward(self, achieved_goal, desired_goal, info):
-        return info["crashed"]
+        assert self.is_open
+        return super().compute_reward(achieved_goal, desired_goal, info)
 
     def close(self):
-        NeedsInfo.is_open = False
+        self.is_open = False
+
+
+class NeedsInfo(Simulator):
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return info["crashed"]
 
 
 class TwoShapes(Reach):
@@ -242,7 +246,19 @@ def test_a_mistake_with_goals_is_one_line(env, fraction, word):
     with pytest.raises(UsageError, match=rf"^her_fraction.*{word}.*\Z"):
         replays.options(sac_jax.Args(her_fraction=fraction), envs, lambda count: envs)
 
-    assert env is not NeedsInfo or not NeedsInfo.is_open
+    assert not getattr(envs.unwrapped.envs[0], "is_open", False)
+
+
+def test_the_environment_that_is_asked_is_reset_and_open():
+    """Whatever becomes of the one that goals are found in."""
+    first, second = (wrap(SyncVectorEnv([Simulator]), 1) for _ in range(2))
+    found = goals.find_goals(sac_jax.Args(her_fraction=0.5), first, lambda count: second)
+    first.close()
+
+    far = np.float32([[0, 0], [1, 1]])
+    np.testing.assert_array_equal(found.rewards(np.zeros_like(far), far), [0, -1])
+    found.close()
+    assert not second.unwrapped.envs[0].is_open
 
 
 def test_a_small_part_of_a_small_batch_of_data_is_refused():
@@ -260,43 +276,15 @@ def test_a_wrapper_that_changes_no_reward_is_let_through():
     goals.check_wrappers(Rewards(Reach(), lambda reward: 10 * reward))
 
 
-class Simulator(Reach):
-    """Knows its rewards only while it is open, and after a reset."""
-
-    is_open = False
-
-    def reset(self, **kwargs):
-        self.is_open = True
-        return super().reset(**kwargs)
-
-    def compute_reward(self, achieved_goal, desired_goal, info):
-        if not self.is_open:
-            raise RuntimeError("closed")
-        return super().compute_reward(achieved_goal, desired_goal, info)
-
-    def close(self):
-        self.is_open = False
-
-
-def test_the_environment_that_is_asked_is_reset_and_open():
-    """Whatever becomes of the one that goals are found in."""
-    made = [wrap(SyncVectorEnv([Simulator]), 1) for _ in range(2)]
-    found = goals.find_goals(sac_jax.Args(her_fraction=0.5), made[0], lambda count: made[1])
-    made[0].close()
-
-    achieved = np.zeros((3, 2), np.float32)
-    desired = np.float32([[0, 0], [1, 1], [9, 9]])
-    np.testing.assert_array_equal(found.rewards(achieved, desired), [0, -1, -1])
-    found.close()
-    assert not made[1].unwrapped.envs[0].is_open
+def found():
+    """Goals of an environment without a time limit."""
+    envs = SyncVectorEnv([Reach])
+    return goals.find_goals(sac_jax.Args(her_fraction=0.5), envs, lambda count: envs)
 
 
 def test_bytes_of_goals_are_given_as_floats():
     """Or 3 - 5 would be 254."""
-    envs = SyncVectorEnv([Reach])
-    found = goals.find_goals(sac_jax.Args(her_fraction=0.5), envs, lambda n: envs)
-
-    assert found.as_goals(jax.numpy.uint8([3, 5])).dtype == np.float32
+    assert found().as_goals(jax.numpy.uint8([3, 5])).dtype == np.float32
 
 
 def test_no_goal_is_looked_for_beyond_the_replay():
@@ -309,28 +297,16 @@ def test_no_goal_is_looked_for_beyond_the_replay():
 
 
 def test_without_a_time_limit_goals_are_within_1000_steps():
-    envs = SyncVectorEnv([Reach])
-
-    assert goals.find_goals(sac_jax.Args(her_fraction=0.5), envs, lambda n: envs).horizon == 1_000
+    assert found().horizon == 1_000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fraction", "least", "most"), [(0.8, 0.9, 1.0), (0.0, 0.0, 0.1)])
-def test_fifteen_bits_are_learned_with_hindsight_only(fraction, least, most, optimised):
-    args = dqn_jax.Args(
-        total_timesteps=50_000,
-        her_fraction=fraction,
-        num_envs=16,
-        learning_rate=1e-3,
-        gamma=0.98,
-        train_frequency=8,
-        learning_starts=1_000,
-        exploration_fraction=0.2,
-        hidden_sizes=(256,),
-        buffer_size=100_000,
-    )
+def test_fifteen_bits_are_learned_with_hindsight(optimised):
+    learning = dict(learning_rate=1e-3, gamma=0.98, exploration_fraction=0.2, hidden_sizes=(256,))
+    steps = dict(total_timesteps=50_000, num_envs=16, train_frequency=8, learning_starts=1_000)
+    args = dqn_jax.Args(**learning, **steps, her_fraction=0.8, buffer_size=100_000)
     env_id = "cleanreplay.bit_flipping:BitFlipping15-v0"
     run = dqn_jax.Run(env_id=env_id, eval_episodes=100, checkpoint_interval=0)
     scalars, _ = read_events(dqn_jax.train(args, run)[2])
 
-    assert least <= scalars["eval/success_rate"][-1][1] <= most
+    assert scalars["eval/success_rate"][-1][1] >= 0.9

@@ -1,43 +1,37 @@
 """The tasks that take memory, against the environments of which they hide a part."""
 
+from contextlib import closing
+
 import gymnasium as gym
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from cleanreplay import memory_tasks  # noqa: F401  (registers)
 
 
-def steps_of(env_id, seed):
-    """The observation at the start, and what 250 steps return, those that reset included."""
-    with gym.make(env_id) as env:
-        observation, _ = env.reset(seed=seed)
-        env.action_space.seed(seed)
-        rows = [(observation, 0.0, False, False)]
-        over = False
-        for _ in range(250):
-            if over:
-                rows.append((env.reset()[0], 0.0, False, False))
-                over = False
-                continue
-            *row, _ = env.step(env.action_space.sample())
-            assert env.observation_space.contains(row[0])
-            rows.append(tuple(row))
-            over = row[2] or row[3]
-    return [np.stack(column) for column in zip(*rows, strict=True)]
+def steps_of(env_id):
+    """The observations at the start, and what 250 steps return, those that reset included."""
+    with closing(gym.make_vec(env_id, 2, vectorization_mode="sync")) as envs:
+        observation, _ = envs.reset(seed=3)
+        envs.action_space.seed(3)
+        rows = [envs.step(envs.action_space.sample())[:4] for _ in range(250)]
+    observations, *rest = [np.stack(column) for column in zip(*rows, strict=True)]
+    assert all(x in envs.observation_space for x in observations)
+    return np.concatenate([observation[None], observations]), *rest
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"), [("CartPole", [0, 2]), ("MountainCarContinuous", [0])]
+    ("name", "version", "positions"), [("CartPole", 1, [0, 2]), ("MountainCarContinuous", 0, [0])]
 )
-def test_a_task_without_velocities_is_the_same_otherwise(name, positions):
-    version = {"CartPole": 1}.get(name, 0)
-    observation, *rest = steps_of(f"{name}-v{version}", seed=3)
-    shown, *same = steps_of(f"{name}NoVelocity-v0", seed=3)
+def test_a_task_without_velocities_is_the_same_otherwise(name, version, positions):
+    observation, *rest = steps_of(f"{name}-v{version}")
+    shown, *same = steps_of(f"{name}NoVelocity-v0")
 
-    np.testing.assert_array_equal(shown, observation[:, positions])
+    assert_array_equal(shown, observation[..., positions])
     for x, y in zip(rest, same, strict=True):
-        np.testing.assert_array_equal(x, y)
+        assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +44,7 @@ def test_a_task_in_jax_shows_the_positions(name, full, positions):
     state = of_whole.initial(jax.random.PRNGKey(0))
     shown = own.observation(state, None)
 
-    np.testing.assert_array_equal(shown, of_whole.observation(state, None)[np.array(positions)])
+    assert_array_equal(shown, of_whole.observation(state, None)[np.array(positions)])
     assert own.observation_space.contains(np.asarray(shown))
     assert task.spec.max_episode_steps == whole.spec.max_episode_steps
 
@@ -66,7 +60,7 @@ def test_a_chain_rewards_the_answer_to_its_first_observation(env_id):
         cues.add(float(cue))
         for wanted in ([0.75, 0, 0], [0.5, 0, 0], [0.25, 1, 0]):
             observation, reward, terminated, truncated, _ = env.step(1)
-            np.testing.assert_array_equal(observation, np.float32(wanted))
+            assert_array_equal(observation, np.float32(wanted))
             assert (reward, terminated, truncated) == (0, False, False)
         _, reward, terminated, _, _ = env.step(1)
         assert (reward, terminated) == (cue, True)

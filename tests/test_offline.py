@@ -25,7 +25,6 @@ from cleanreplay.vault import Vault
 
 ROWS = 30  # of the data
 COUNTER_RUN = dqn_jax.Run(**COUNTER)
-MINARI = pytest.mark.filterwarnings("ignore")  # it warns of its own code
 
 
 def steps_of(agent, numbers, **leaves):
@@ -61,7 +60,13 @@ def agent_with(script, run=COUNTER_RUN, offline_data="data", **flags):
     return agent, replays.with_data(state, partial(offline.read, agent, run, {}))
 
 
-@pytest.mark.parametrize("script", [dqn_jax, per_dqn_jax, sac_jax])
+def read_data(run=COUNTER_RUN, offline_data="data", **flags):
+    """The state of a replay with the data, for an agent of DQN with these flags."""
+    agent = make_agent(dqn_jax, dqn_jax.Args(**SMALL_DQN | flags, offline_data=offline_data), run)
+    return offline.read(agent, run, {}, agent.example_step)
+
+
+@pytest.mark.parametrize("script", [per_dqn_jax, sac_jax])
 def test_a_part_of_each_batch_is_of_the_data(script):
     run = sac_jax.Run(env_id="Pendulum-v1") if script is sac_jax else COUNTER_RUN
     write_data(script, run)
@@ -103,35 +108,16 @@ def test_data_have_the_weight_1_and_no_priorities():
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("num_envs", [None, 3])
-def test_a_vault_has_single_items_or_steps_of_environments(num_envs):
-    write_data(dqn_jax, num_envs=num_envs)
-    _, state = agent_with(dqn_jax)
-
-    numbers = np.asarray(state.replay.data.storage.observation)[..., 0]
-    expected = np.repeat(np.arange(1_000, 1_000 + ROWS)[:, None], num_envs or 1, axis=1)
-    np.testing.assert_array_equal(numbers, expected)
-
-
-def test_with_clip_rewards_signs_of_their_rewards_are_learned():
-    write_data(dqn_jax, reward=np.linspace(-5, 5, ROWS, dtype=np.float32))
-    agent, state = agent_with(dqn_jax, clip_rewards=True)
-
-    sample = agent.replay.sample(state.replay, jax.random.PRNGKey(0), 8)
-    transitions = agent.to_transitions(sample.experience, jax.random.PRNGKey(1))
-    assert set(np.asarray(transitions.reward)[4:].tolist()) == {-1, 1}
-
-
 def test_steps_of_another_environment_are_said(capsys):
     write_data(dqn_jax, about={"env_id": "Other-v0"})
-    agent_with(dqn_jax, n_step=ROWS - 1)  # they are just enough for a sequence
+    read_data(n_step=ROWS - 1)  # they are just enough for a sequence
 
     said = capsys.readouterr().out
     assert "data has steps of env_id Other-v0, and this run of Counter-v0" in said
     assert f"50% of each batch is from data, which has {ROWS} steps" in said
 
 
-def test_a_run_learns_from_another_and_is_resumed_anywhere(monkeypatch):
+def test_a_run_has_the_data_of_another_wherever_it_is_resumed(monkeypatch):
     source = saved_run(dqn_jax, **EXPERIENCE).copied()
     args, run = flags_of(dqn_jax, **SMALL_DQN, **COUNTER)
     state, _, folder = dqn_jax.train(
@@ -149,112 +135,107 @@ def test_a_run_learns_from_another_and_is_resumed_anywhere(monkeypatch):
     run, args = flags.read_flags(folder, dqn_jax.Run, dqn_jax.Args)
     run = replace(run, resume=str(folder))
     with pytest.raises(UsageError, match="offline_data must stay"):
-        dqn_jax.train(replace(args, offline_data=""), run)
-    state, _, _ = dqn_jax.train(replace(args, total_timesteps=220), run)
+        flags.check_resume(replace(args, offline_data=""), run)
+    state, _, _ = dqn_jax.train(args, run)
     np.testing.assert_array_equal(state.replay.data.storage.observation, held)
 
 
-def test_each_agent_of_a_sweep_has_the_data():
-    every = dict(log_interval=100, eval_episodes=0, checkpoint_interval=0)
-    run = dqn_jax.Run(env_id="environments:Chain-v0", sweep=("gamma=0.5,0.6",), **every)
-    write_data(dqn_jax, dqn_jax.Run(env_id="environments:Chain-v0"), num_envs=2)
-    state, _, _ = dqn_jax.train(dqn_jax.Args(**SMALL_DQN, offline_data="data"), run)
+def test_each_of_several_agents_has_the_data():
+    write_data(dqn_jax, num_envs=2)
+    args = dqn_jax.Args(**SMALL_DQN, offline_data="data")
+    agent = make_agent(dqn_jax, args, COUNTER_RUN, **replays.options(args, None, None))
+    states = jax.jit(jax.vmap(agent.init))(jax.random.split(jax.random.PRNGKey(0), 3))
+    states = replays.with_data(states, partial(offline.read, agent, COUNTER_RUN, {}))
 
-    assert state.replay.data.storage.observation.shape == (2, ROWS, 2, 5)
+    data = states.replay.data.storage.observation
+    assert data.shape == (3, ROWS, 2, 3)
+    np.testing.assert_array_equal(data[2], read_data().storage.observation)
 
 
-def minari_dataset(env, name, actions, cut=False):
-    """A dataset of two episodes with these actions, the second of which the collector may cut."""
-    minari = pytest.importorskip("minari")
-    env = minari.DataCollector(env)
-    for seed in range(2):
-        env.reset(seed=seed)
-        for t, action in enumerate(actions):
-            _, _, terminated, truncated, _ = env.step(action)
-            if terminated or truncated or (cut and seed == 1 and t == 2):
-                break
-    env.reset()  # keeps what was not over
-    about = dict(algorithm_name="x", author="x", author_email="x", code_permalink="x")
-    dataset = env.create_dataset(name, description="x", eval_env="CartPole-v1", **about)
-    env.close()
+BOX = gym.spaces.Box(-1, 1, (3,))
+CHOICES = gym.spaces.Discrete(3, start=2)
+
+
+def episode(observations, actions, ends=True):
+    """An episode of Minari with the rewards 1, 2, ..., which ends, or is cut off."""
+    steps = np.arange(len(actions))
+    episode = SimpleNamespace(id=7, observations=observations, actions=actions, rewards=steps + 1.0)
+    episode.terminations = ends & (steps == len(steps) - 1)
+    return episode
+
+
+def dataset_of(observation_space, action_space, *episodes):
+    """What is used of a dataset of Minari."""
+    dataset = SimpleNamespace(observation_space=observation_space, action_space=action_space)
+    dataset.env_spec = SimpleNamespace(id="Other-v0")
+    dataset.iterate_episodes = lambda: iter(episodes)
     return dataset
 
 
-def pendulum_dataset(*forces):
-    """A dataset with these forces in each of its episodes."""
-    actions = [np.array([x], np.float32) for x in forces]
-    minari_dataset(gym.make("Pendulum-v1"), "test/data-v0", actions)
-    return np.stack(actions)
+def test_a_dataset_of_minari_is_read_with_its_ends(monkeypatch, capsys):
+    first = episode(np.arange(9.0).reshape(3, 3), np.array([2, 4]))
+    second = episode(np.ones((4, 3)), np.array([3, 3, 2]), ends=False)
+    dataset = dataset_of(BOX, CHOICES, first, second)
+    monkeypatch.setattr(offline, "open_minari", lambda name: dataset)
+    agent = dqn_jax.Agent(dqn_jax.Args(offline_data="minari:x"), BOX, CHOICES)
+    steps = offline.read(agent, COUNTER_RUN, {}, agent.example_step).storage
+
+    both = np.concatenate([first.observations, second.observations])
+    np.testing.assert_array_equal(steps.observation[:, 0], both)
+    assert steps.action[:, 0].tolist() == [0, 2, 2, 1, 1, 0, 0]
+    assert steps.reward[:, 0].tolist() == [1, 2, 0, 1, 2, 3, 0]
+    assert np.flatnonzero(~steps.valid).tolist() == [2, 6]
+    assert np.flatnonzero(steps.terminated).tolist() == [1]
+    assert np.flatnonzero(steps.truncated).tolist() == [5]
+    assert "minari:x has steps of env_id Other-v0" in capsys.readouterr().out
 
 
-def read_minari(script, env_id):
-    """The agent of a run, and the Steps of the dataset test/data-v0 as it reads them."""
-    args = script.Args(offline_data="minari:test/data-v0")
-    run = script.Run(env_id=env_id)
-    agent = make_agent(script, args, run)
-    entries = spaces_of(script, args, run).get("entries")
-    dataset = offline.open_minari(args.offline_data)
-    data = offline.of_minari(agent, agent.example_step, args.offline_data, dataset, entries)
-    return agent, data.storage
-
-
-@pytest.fixture(autouse=True)
-def _minari_folder(tmp_path, monkeypatch):
-    """Datasets are in the folder of the test."""
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
-
-
-@MINARI
-def test_a_dataset_of_minari_is_read_with_its_ends():
-    dataset = minari_dataset(gym.make("CartPole-v1"), "test/data-v0", [0, 1] * 50, cut=True)
-    _, steps = read_minari(dqn_jax, "CartPole-v1")
-    first, second = dataset.iterate_episodes()
-    rows = len(first) + 1
-
-    np.testing.assert_array_equal(steps.observation[:rows, 0], np.float32(first.observations))
-    np.testing.assert_array_equal(steps.observation[rows:, 0], np.float32(second.observations))
-    np.testing.assert_array_equal(steps.action[: rows - 1, 0], first.actions)
-    valid = np.ones(len(steps.valid), bool)
-    valid[[rows - 1, -1]] = False
-    np.testing.assert_array_equal(steps.valid[:, 0], valid)
-    assert np.flatnonzero(steps.terminated).tolist() == [rows - 2]
-    assert np.flatnonzero(steps.truncated).tolist() == [len(steps.valid) - 2]
-    np.testing.assert_array_equal(steps.reward[:, 0], valid)
-
-
-@MINARI
-def test_actions_of_a_box_are_stored_between_minus_1_and_1():
-    actions = pendulum_dataset(-2.0, -1.0, 0.0, 0.5, 2.0)
-    agent, steps = read_minari(sac_jax, "Pendulum-v1")
-
-    stored = np.asarray(steps.action)[:5, 0]
-    np.testing.assert_allclose(stored[:, 0], [-1, -0.5, 0, 0.25, 1], atol=1e-6)
-    np.testing.assert_allclose(agent.to_env_action(stored), actions, atol=1e-6)
-
-
-@MINARI
 def test_a_dict_is_flattened_in_the_order_of_its_space():
     """That of the environment: Minari keeps the entries in the order of the alphabet."""
-    env = gym.wrappers.TimeLimit(environments.Reach(), 9)
-    dataset = minari_dataset(env, "test/data-v0", [np.array([0.5, -0.5], np.float32)] * 9)
-    _, steps = read_minari(sac_jax, "environments:Reach-v0")
-
-    seen = next(iter(dataset.iterate_episodes())).observations
+    run = sac_jax.Run(env_id="environments:Reach-v0")
+    entries = spaces_of(sac_jax, sac_jax.Args(), run)["entries"]
     space = environments.Reach.observation_space
-    row = {name: seen[name][3] for name in space.spaces}
-    assert list(space.spaces) != list(dataset.observation_space.spaces)
-    np.testing.assert_array_equal(steps.observation[3, 0], gym.spaces.flatten(space, row))
+    rows = [space.sample() for _ in range(3)]
+    seen = {name: np.stack([row[name] for row in rows]) for name in sorted(space.spaces)}
+    flat = offline.as_flat(space, seen, entries)
+
+    np.testing.assert_array_equal(flat, [gym.spaces.flatten(space, row) for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("script", "shape", "actions", "words"),
+    [
+        (dqn_jax, (3,), CHOICES, "the data have actions Box"),
+        (sac_jax, (3,), gym.spaces.Box(-1, 1, (2,)), "the data have actions Box"),
+        (sac_jax, (2,), gym.spaces.Box(-2, 2, (1,)), "each observation of .* shape .3., .* .2."),
+    ],
+)
+def test_a_dataset_of_another_environment_is_refused(script, shape, actions, words):
+    agent = script.Agent(script.Args(), gym.spaces.Box(-1, 1, shape), actions)
+    data = episode(np.zeros((3, 3)), np.zeros((2, 1)))
+    dataset = dataset_of(BOX, gym.spaces.Box(-2, 2, (1,)), data)
+
+    with pytest.raises(UsageError, match=f"^offline_data: {words}"):
+        offline.of_minari(agent, agent.example_step, "x", dataset, None)
+
+
+@pytest.mark.parametrize(("observations", "terminations"), [(3, 3), (5, 3), (4, 2)])
+def test_an_episode_whose_lengths_do_not_fit_is_refused(observations, terminations):
+    agent = dqn_jax.Agent(dqn_jax.Args(), BOX, CHOICES)
+    data = episode(np.zeros((observations, 3)), np.zeros(3, int))
+    data.terminations = data.terminations[:terminations]
+
+    with pytest.raises(UsageError, match="episode 7"):
+        offline.steps_of(agent, agent.example_step, dataset_of(BOX, CHOICES), data, None)
 
 
 def damaged():
-    """A vault whose file was changed."""
     write_data(dqn_jax)
     file = Path("data", "vault.json")
     file.write_bytes(file.read_bytes().replace(b'"rows": 30', b'"rows": 31'))
 
 
 def written(*args, **options):
-    """Writes data like these."""
     return lambda: write_data(dqn_jax, *args, **options)
 
 
@@ -269,21 +250,16 @@ MISTAKES = {
     "not finite": (written(reward=np.float32([0] * 29 + [np.inf])), {}, "row 29: the reward"),
     "too few rows": (written(), {"n_step": 30}, "has 30 rows"),
     "no replay": (written(), {"offline_fraction": 1.0}, "batch_size"),
-    "no data": (written(), {"offline_fraction": 0.0}, "batch_size"),
     "nearly none": (written(), {"offline_fraction": 0.01}, "batch_size"),
     "no dataset": (lambda: None, {"offline_data": "minari:test/no-v0"}, "no-v0 cannot be|pip"),
 }
 
 
-UNIT = gym.spaces.Box(-1, 1, (2,))
-
-
-@pytest.mark.parametrize("data_box", [UNIT, gym.spaces.Box(-np.inf, 1, (2,))])
+@pytest.mark.parametrize("data_box", [BOX, gym.spaces.Box(-np.inf, 1, (3,))])
 def test_actions_of_other_bounds_are_refused(data_box):
     there = {"spaces": {"action": spaces.to_json(data_box)}}
     offline.check_origin("data", there, COUNTER_RUN, there["spaces"])  # its own
-    offline.check_origin("data", {}, COUNTER_RUN, there["spaces"])  # not known
-    run_box = gym.spaces.Box(-1, 2, (2,))
+    run_box = gym.spaces.Box(-1, 2, (3,))
 
     with pytest.raises(UsageError, match=r"data has actions in .*, this run in .*2\.0"):
         offline.check_origin("data", there, COUNTER_RUN, {"action": spaces.to_json(run_box)})
@@ -312,17 +288,6 @@ def test_numbers_become_integers_only_without_rounding():
             as_bytes(np.array([[0], [number]]))
 
 
-@pytest.mark.parametrize(("observations", "terminations"), [(3, 3), (5, 3), (4, 2)])
-def test_an_episode_whose_lengths_do_not_fit_is_refused(observations, terminations):
-    agent = make_agent(dqn_jax, dqn_jax.Args(), COUNTER_RUN)
-    dataset = SimpleNamespace(observation_space=UNIT, action_space=gym.spaces.Discrete(3))
-    episode = SimpleNamespace(id=7, observations=np.zeros((observations, 2)), rewards=np.zeros(3))
-    episode.actions, episode.terminations = np.zeros(3, int), np.zeros(terminations, bool)
-
-    with pytest.raises(UsageError, match="episode 7"):
-        offline.steps_of(agent, agent.example_step, dataset, episode, None)
-
-
 def test_the_only_action_of_a_dimension_is_stored_as_0():
     low, high = np.float32([-2, 3]), np.float32([2, 3])
     agent = SimpleNamespace(to_env_action=lambda x: low + (x + 1) / 2 * (high - low))
@@ -334,25 +299,11 @@ def test_the_only_action_of_a_dimension_is_stored_as_0():
     np.testing.assert_array_equal(stored, [[0.5, 0], [-1, 0]])
 
 
-@MINARI
+@pytest.mark.filterwarnings("ignore")  # of Minari
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_data_that_do_not_fit_are_refused(mistake):
+def test_data_that_do_not_fit_are_refused(mistake, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", "minari")
     make_data, flags, word = MISTAKES[mistake]
     make_data()
     with pytest.raises(UsageError, match=rf"^offline_(data|fraction).*({word})"):
-        agent_with(dqn_jax, **flags)
-
-
-@MINARI
-@pytest.mark.parametrize(
-    ("script", "env_id", "words"),
-    [
-        (dqn_jax, "CartPole-v1", "the data have actions Box"),
-        (sac_jax, "environments:Reach-v0", "the data have actions Box"),  # fewer numbers
-        (sac_jax, "MountainCarContinuous-v0", "each observation of .* has shape .3., .* .2."),
-    ],
-)
-def test_a_dataset_of_another_environment_is_refused(script, env_id, words):
-    pendulum_dataset(0.0, 0.0)
-    with pytest.raises(UsageError, match=f"^offline_data: {words}"):
-        read_minari(script, env_id)
+        read_data(**flags)

@@ -2,31 +2,23 @@
 
 import shutil
 import subprocess
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import environments
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from by_hand import PROBE, TWO, box, random_rollout, windows_by_hand
-from helpers import OTHER_ALGORITHMS, ROOT, diff_of, hunks, make_agent, other_algorithm
+from by_hand import TWO, box, random_rollout, windows_by_hand
+from helpers import OTHER_ALGORITHMS, ROOT, diff_of, hunks, other_algorithm
 from jax.flatten_util import ravel_pytree
 from numpy.testing import assert_allclose, assert_array_equal
 
 pytestmark = pytest.mark.pages
 
 KEY = jax.random.PRNGKey(0)
-HOW = """
-{name} does not apply to its script, which was edited. Make it anew, see docs/other_algorithms.md:
-    patch COPY.py {name}
-(what did not apply is in COPY.py.rej: edit COPY.py)
-    diff -U1 --label a/COPY.py --label b/COPY.py SCRIPT.py COPY.py > {name}
-"""
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
@@ -39,10 +31,9 @@ def test_a_diff_applies_at_one_place_only(name, tmp_path):
     places = {text.count(old) for old, _ in hunks(diff_of(name).read_text())}
     command = ["git", "apply", str(diff_of(name))]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    how = HOW.format(name=diff_of(name).relative_to(ROOT))
 
-    assert places == {1}, how
-    assert done.returncode == 0, how + done.stderr
+    assert places == {1}, "make the diff anew, see docs/other_algorithms.md"
+    assert done.returncode == 0, done.stderr
     assert file.read_text() == Path(other_algorithm(name).__file__).read_text()
 
 
@@ -52,17 +43,15 @@ BOUNDS = gym.spaces.Box(-2.0, 2.0, (1,))
 @pytest.mark.parametrize("name", OTHER_ALGORITHMS)
 def test_a_copy_learns_from_a_rollout(name):
     module = other_algorithm(name)
-    is_td3 = name == "td3_jax"
     sizes = dict(num_envs=4, train_frequency=40, learning_starts=8, batch_size=8, buffer_size=100)
     args = module.Args(**sizes, hidden_sizes=(5,))
-    agent = module.Agent(args, box(1), BOUNDS if is_td3 else TWO)
+    agent = module.Agent(args, box(1), BOUNDS if name == "td3_jax" else TWO)
     rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(4, bool))
-    if is_td3:
+    if name == "td3_jax":
         rollout = rollout._replace(action=np.float32(rollout.action[..., None]))
     state = jax.jit(agent.init)(KEY)
     after, _, metrics = jax.jit(agent.train_step)(state, module.Step(*rollout), KEY, 0)
 
-    assert metrics["charts/gradient_steps"] == 1
     assert np.isfinite(list(metrics.values())).all()
     assert (ravel_pytree(after[0])[0] != ravel_pytree(state[0])[0]).any()
 
@@ -125,16 +114,6 @@ def quantile_loss(quantiles, next_quantiles, reward, discount):
 LOSSES = {"c51_jax": divergence, "qr_dqn_jax": quantile_loss}
 
 
-@pytest.mark.parametrize(("reward", "discount"), [(1, 1), (-3, 0.5), (0.3, 0.7), (1e6, 0)])
-def test_projection_is_what_a_plain_loop_gives(reward, discount):
-    """Where atoms are hit, between them, and clipped at both ends."""
-    probabilities = np.random.default_rng(0).dirichlet(np.ones(5))
-    inputs = [np.float32([x]) for x in (probabilities, reward, discount)]
-    projected = with_numbers("c51_jax").project(*inputs)
-
-    assert_allclose(projected[0], plain_projection(probabilities, reward, discount), atol=1e-6)
-
-
 @OF_RETURNS
 @pytest.mark.parametrize("double_q", [False, True])
 def test_the_loss_is_the_weighted_mean_of_a_plain_loop(name, double_q):
@@ -155,24 +134,6 @@ def test_the_loss_is_the_weighted_mean_of_a_plain_loop(name, double_q):
     assert loss == pytest.approx((WEIGHTS * losses).mean(), rel=1e-5)
     assert metrics["losses/loss"] == loss
     assert metrics["losses/q_values"] == pytest.approx(means[[0, 1, 0]].mean(), rel=1e-5)
-
-
-@pytest.mark.slow
-@OF_RETURNS
-def test_values_of_the_right_actions_are_learned(name):
-    """Reward 1 if the action matches the observation, else -1."""
-    flags = {
-        "c51_jax": dict(n_atoms=21, v_min=-2.5, v_max=2.5),
-        "qr_dqn_jax": dict(n_quantiles=5, kappa=1.0, learning_rate=5e-3),
-    }
-    module = other_algorithm(name)
-    args = module.Args(**vars(PROBE) | {"double_q": True} | flags[name])
-    run = module.Run(env_id="Probe-both-v0", eval_episodes=0, checkpoint_interval=0)
-    state, _, _ = module.train(args, run)
-    agent = make_agent(module, args, run)
-    numbers = agent.network.apply(state.params, np.float32([[-1], [1]]))
-
-    assert_allclose(agent.q_values(numbers), [[1, -1], [-1, 1]], atol=0.1)
 
 
 # TD3, with the networks Q(s, a) = critic . (s, a) and actions s * actor; all observations are 1
@@ -225,15 +186,6 @@ def test_the_target_of_td3_is_that_by_hand(monkeypatch):
     assert metrics["losses/qf2_loss"] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_the_actor_of_td3_follows_the_first_critic():
-    agent, state, batch = td3()
-    inputs = (state.policy.actor, state.critics, batch, KEY)
-    loss, gradient = jax.value_and_grad(agent.actor_loss)(*inputs)
-
-    assert loss == -2  # 1 + 2 * 0.5
-    assert gradient == -2
-
-
 def test_td3_moves_policy_and_targets_at_every_second_step():
     """Each target by tau towards the network that has just been updated."""
     agent, state, _ = td3(tau=0.25)
@@ -244,39 +196,7 @@ def test_td3_moves_policy_and_targets_at_every_second_step():
     assert first.policy.actor == state.policy.actor
     assert first.target_actor == state.target_actor
     assert_array_equal(first.target_critics, state.target_critics)
-    assert actor != state.policy.actor
+    assert actor > state.policy.actor  # the first critic likes greater actions
     assert_allclose(second.target_actor, 0.75 * 0.9 + 0.25 * actor, rtol=1e-5)
     wanted = 0.75 * TARGET_CRITICS + 0.25 * second.critics
     assert_allclose(second.target_critics, wanted, rtol=1e-5)
-
-
-def test_td3_explores_with_noise_and_at_first_at_random():
-    agent, state, _ = td3(exploration_noise=0.1, learning_starts=400)
-    act = partial(agent.act, jnp.float32([0.9]), np.ones((8, 1), np.float32))
-    early, late = [jax.random.normal(jax.random.fold_in(KEY, x), (8, 1)) for x in (399, 400)]
-
-    assert_allclose(act(), np.full((8, 1), 0.9), rtol=1e-6)
-    assert_allclose(act(KEY, 399), 2 * scipy.special.ndtr(early) - 1, rtol=1e-4, atol=1e-5)
-    assert_allclose(act(KEY, 400), np.minimum(0.9 + 0.1 * late, 1), rtol=1e-5)
-
-
-TAKEN = gym.spaces.Box(1.0, 5.0, (1,))
-targets = partial(environments.Given, box(1), TAKEN, 2, lambda env, a: -((a[0] - 2) ** 2))
-gym.register("TwoTargets-v0", targets)
-
-
-@pytest.mark.slow
-def test_td3_learns_the_best_action_and_its_value():
-    """Reward -(a - 2)**2 in each of two steps, which is 0 at best."""
-    module = other_algorithm("td3_jax")
-    sizes = dict(total_timesteps=8_000, num_envs=8, train_frequency=2, learning_starts=1_000)
-    rates = dict(policy_lr=1e-3, q_lr=3e-3, tau=0.05, gamma=0.5)
-    args = module.Args(**sizes, **rates, batch_size=64, hidden_sizes=(64, 64))
-    run = module.Run(env_id="TwoTargets-v0", eval_episodes=0, checkpoint_interval=0)
-    state, _, _ = module.train(args, run)
-    agent = make_agent(module, args, run)
-    observation = np.float32([[-1], [1]])
-    action = agent.act(state.policy.actor, observation)
-
-    assert_allclose(agent.to_env_action(action), 2, atol=0.2)
-    assert_allclose(agent.q_values(state.critics, observation, action, KEY), 0, atol=0.3)

@@ -1,16 +1,11 @@
-"""ppo_jax.py and recurrent_ppo_jax.py: acting and the train step, against their networks in NumPy;
-what PPO learns against known values.
-"""
+"""ppo_jax.py and recurrent_ppo_jax.py: acting and the train step, against networks in NumPy."""
 
 from functools import cache, partial
 
-import environments
-import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_agent
 from jax.flatten_util import ravel_pytree
 from numpy.testing import assert_allclose, assert_array_equal
 from on_policy import (
@@ -25,9 +20,6 @@ from on_policy import (
     plain_gae,
     plain_outputs,
 )
-
-import ppo_jax
-from ppo_jax import Args, Run, train
 
 # The rewards of "box" are normalised, those of "multi" replaced by their signs.
 KINDS = pytest.mark.parametrize("kind", ["box", "multi"])
@@ -187,45 +179,3 @@ def test_a_rollout_without_a_step_is_harmless(script):
         assert_trees_equal(getattr(state, name), getattr(case.state, name))
     assert metrics.pop("charts/learning_rate") == np.float32(1e-2)
     assert set(map(float, metrics.values())) == {0.0}
-
-
-# What PPO learns
-
-
-def distance(env, action):
-    """The reward: the best action is 400 + 100 * observation."""
-    return -((((action[0] - 400) / 100) - env.observation[0]) ** 2)
-
-
-SEEN = gym.spaces.Box(-0.2, 0.2, (1,))
-TAKEN = gym.spaces.Box(300.0, 500.0, (1,))
-gym.register("Match-v0", partial(environments.Given, SEEN, TAKEN, length=1, reward=distance))
-RATES = dict(num_envs=16, num_steps=16, learning_rate=6e-3, ent_coef=0.0)
-
-
-@pytest.mark.slow
-def test_continuous_actions_are_learned():
-    args = Args(total_timesteps=20_480, gamma=0.5, normalize_rewards=False, **RATES)
-    run = Run(env_id="Match-v0", log_interval=20_480, eval_episodes=0, checkpoint_interval=0)
-    state, _, _ = train(args, run)
-    agent = make_agent(ppo_jax, args, run)
-    normalized = ppo_jax.normalize(np.float32([[-0.2], [0.2]]), state.obs_rms)
-    output, value = map(np.asarray, agent.network.apply(state.params, normalized))
-    mean, log_std = output.T
-
-    assert_allclose(agent.to_env_action(mean), [[380], [420]], atol=5)
-    assert (log_std < -0.5).all()  # less and less noise
-    assert_allclose(value, -np.exp(2 * log_std), atol=0.05)
-
-
-@pytest.mark.slow
-def test_multi_discrete_actions_are_learned_when_compiled():
-    args = Args(total_timesteps=20_480, **RATES)
-    run = Run(env_id="environments:Answers-v0", eval_episodes=0, checkpoint_interval=0)
-    state, _, _ = train(args, run)
-    first, second = np.divmod(np.arange(15), 5)
-    observations = np.concatenate([np.eye(3)[first], np.eye(5)[second]], axis=1, dtype=np.float32)
-    params = jax.tree.map(lambda x: x[0], state.params)
-    action = make_agent(ppo_jax, args, run).act((params, None), observations)
-
-    assert_array_equal(action, np.transpose([first, second]))

@@ -5,7 +5,7 @@ import re
 import shutil
 import signal
 import socket
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,7 +15,7 @@ from helpers import ROOT, read_events, start_python, train_compiled
 
 import dqn_jax
 import ppo_jax
-from cleanreplay import checkpoints, distributed
+from cleanreplay import UsageError, checkpoints, distributed
 
 
 def has_name():
@@ -105,23 +105,24 @@ def test_a_signal_to_the_second_process_ends_both(tmp_path):
     assert json.loads((folder / "args.json").read_text())["run"]["distributed"] == ""
 
 
-@together
-@pytest.mark.slow
-def test_a_mistake_in_a_resume_ends_both_in_one_line(tmp_path):
-    flags = {"run": asdict(ppo_jax.Run(num_seeds=2)), "args": asdict(ppo_jax.Args())}
-    (tmp_path / "args.json").write_text(json.dumps(flags))
-    flags = ("--resume", str(tmp_path), "--env-id", "phys2d/CartPole-v1")
-    for process in start_two(ppo_jax, tmp_path, *flags):
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 2, err
-        (line,) = err.splitlines()
-        assert line.startswith("error: resume: env_id must stay CartPole-v1")
-
-
 def test_a_single_process_decides_alone():
     assert distributed.any_process(True)
     assert not distributed.any_process(False)
     assert distributed.of_first(lambda: "folder") == "folder"
+
+
+def test_all_processes_get_what_the_first_one_returns(monkeypatch):
+    """Or its error."""
+
+    def fail():
+        raise UsageError("no folder")
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed.multihost_utils, "broadcast_one_to_all", lambda x: x)
+
+    assert distributed.of_first(lambda: {"folder": 1}) == {"folder": 1}
+    with pytest.raises(UsageError, match="no folder"):
+        distributed.of_first(fail)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,6 @@ def test_a_single_process_decides_alone():
     [
         ("--env-id CartPole-v1", "CartPole-v1 is not written in JAX"),
         ("--env-id phys2d/CartPole-v1 --num-envs 2 --capture-video", "capture_video"),
-        ("--env-id phys2d/CartPole-v1 --num-envs 2 --save-experience", "save_experience"),
         ("--env-id phys2d/CartPole-v1 --num-envs 3", "num_devices"),
     ],
 )

@@ -1,11 +1,13 @@
-"""recurrent_ppo_jax.py: its recurrent state in rollouts and sequences against an LSTM in NumPy, and
-what it remembers. See test_policy_gradients.py and test_ppo.py for what PPO has, too.
+"""recurrent_ppo_jax.py: its recurrent state in rollouts and sequences, against an LSTM in NumPy.
+
+See test_policy_gradients.py and test_ppo.py for what PPO has, too.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_agent, make_trainer
+from helpers import make_trainer
 from numpy.testing import assert_allclose, assert_array_equal
 from on_policy import (
     BOX,
@@ -23,7 +25,7 @@ from on_policy import (
 
 import recurrent_ppo_jax
 from cleanreplay import memory_tasks  # noqa: F401  (registers)
-from recurrent_ppo_jax import Args, Run, train
+from recurrent_ppo_jax import Args, Run
 
 KINDS = pytest.mark.parametrize("kind", ["box", "multi"])
 
@@ -85,6 +87,21 @@ def test_sequences_give_what_the_rollout_gave(kind):
     assert metrics["losses/value_loss"] == pytest.approx((advantage**2).mean() / 2, rel=1e-4)
 
 
+def test_a_minibatch_has_sequences_with_time_first():
+    shapes = set()
+
+    def loss(params, batch):
+        shapes.add(batch.value.shape)
+        return params["params"]["log_std"].sum(), {"losses/approx_kl": jnp.float32(0)}
+
+    agent = make(recurrent_ppo_jax, BOX)
+    agent.loss = loss
+    state = collected(recurrent_ppo_jax, "box").state
+    jax.eval_shape(agent.optimize, state, learned(recurrent_ppo_jax, "box").batch, KEY, 1.0)
+
+    assert shapes == {(8, 6)}
+
+
 def test_the_memory_begins_anew_in_a_compiled_rollout():
     run = Run(env_id="cleanreplay.memory_tasks:phys2d/MemoryChain-v0", env_kwargs='{"length": 4}')
     args = Args(**SMALL | SIZES[recurrent_ppo_jax])
@@ -118,30 +135,3 @@ def test_the_network_may_do_without_the_last_action():
     output, _, _ = agent.network.apply(params, (cell, hidden), *inputs)
 
     assert_array_equal(output[0, 0], output[0, 1])
-
-
-@pytest.mark.slow
-def test_a_chain_is_remembered_and_its_values_are_learned():
-    """The reward is 1 for an answer after four steps, of which the first one tells it."""
-    sizes = dict(num_envs=16, num_steps=16, sequence_length=16, hidden_size=16, update_epochs=4)
-    rates = dict(learning_rate=5e-3, gamma=0.5, ent_coef=0.0, normalize_rewards=False)
-    args = Args(total_timesteps=10_240, **sizes, **rates)
-    env_id = "cleanreplay.memory_tasks:phys2d/MemoryChain-v0"
-    run = Run(env_id=env_id, env_kwargs='{"length": 4}', eval_episodes=0, checkpoint_interval=0)
-    state, _, _ = train(args, run)
-    agent = make_agent(recurrent_ppo_jax, args, run)
-    params = jax.tree.map(lambda x: x[0], state.params)
-    steps = np.arange(4)
-    cue = np.where(steps[:, None] == 0, [-1.0, 1.0], 0.0)
-    time, last = [np.repeat(x[:, None], 2, axis=1) for x in (1 - steps / 4, steps == 3)]
-    observation = np.stack([time, last, cue], axis=-1).astype(np.float32)
-    memory = agent.no_memory(2)
-    values = []
-    for x in observation:
-        cell, hidden, last_action = memory
-        inputs = x[None], last_action[None], np.ones((1, 2), bool)
-        values.append(agent.network.apply(params, (cell, hidden), *inputs)[1][0])
-        action, memory = agent.act((params, None), x, memory)
-
-    assert_allclose(values, np.transpose([0.5 ** (3 - steps)] * 2), atol=0.05)
-    assert list(action) == [0, 1]

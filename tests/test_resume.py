@@ -6,10 +6,9 @@ import shutil
 import numpy as np
 import pytest
 from helpers import (
-    CHAINED,
     COUNTED,
     COUNTER,
-    SMALL_PPO,
+    SMALL_DQN,
     assert_trees_equal,
     flags_of,
     gradient_steps,
@@ -21,15 +20,13 @@ from helpers import (
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-import r2d2_jax
-import recurrent_ppo_jax
-import sac_jax
 from cleanreplay import UsageError, flags
 from cleanreplay.checkpoints import steps_in
 from cleanreplay.run_folder import locked
 
-SWEPT = COUNTER | SMALL_PPO | dict(env_id="environments:Chain-v0", num_envs=2, num_devices=2)
-SWEPT |= dict(checkpoint_interval=32, log_interval=16, sweep=("learning_rate=0.01,0.001",))
+# Two agents in a compiled program.
+CHAINED = COUNTER | SMALL_DQN | dict(env_id="environments:Chain-v0", num_envs=4, num_seeds=2)
+CHAINED |= dict(total_timesteps=320, log_interval=80, checkpoint_interval=160, buffer_size=200)
 
 
 def killed(saved):
@@ -40,21 +37,9 @@ def killed(saved):
     return copy
 
 
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        (dqn_jax, {}),
-        (per_dqn_jax, {}),
-        (ppo_jax, {}),
-        (r2d2_jax, {}),
-        (recurrent_ppo_jax, {}),
-        (sac_jax, {}),
-        (per_dqn_jax, CHAINED),
-        (ppo_jax, SWEPT),
-    ],
-)
+@pytest.mark.parametrize(("script", "flags"), [(dqn_jax, {}), (ppo_jax, {}), (dqn_jax, CHAINED)])
 def test_a_run_goes_on_bit_for_bit(script, flags):
-    """In ordinary and in compiled runs, of which the last one is a sweep."""
+    """In ordinary and in compiled runs."""
     whole = saved_run(script, **flags)
     resumed = killed(whole).train()
 
@@ -143,7 +128,6 @@ MISTAKES = [
     (lambda saved: saved.train(gamma=0.9), "gamma must stay 0.5, not become 0.9"),
     (lambda saved: check(saved, buffer_size=300), "buffer_size must stay 400, not"),
     (lambda saved: check(saved, env_id="CartPole-v1"), "env_id must stay"),
-    (lambda saved: check(saved, env_kwargs='{"x": 1}'), "env_kwargs must stay"),
     (lambda saved: check(saved, seed=2), "seed must stay 1"),
     (lambda saved: check(saved, num_seeds=2), "num_seeds must stay 1"),
     (lambda saved: check(saved, sweep=("gamma=0,1",)), "sweep must stay"),

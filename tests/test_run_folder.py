@@ -1,18 +1,15 @@
 """cleanreplay/run_folder.py: how a run ends, and what a signal, an error or a kill leaves."""
 
 import errno
-import json
 import math
-import os
 import re
 import signal
-import subprocess
+import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from threading import Timer
+from types import SimpleNamespace
 
 import environments
 import gymnasium as gym
@@ -37,6 +34,8 @@ import dqn_jax
 import ppo_jax
 from cleanreplay import UsageError, checkpoints, disk, load_policy, read_flags, tracking
 from cleanreplay.checkpoints import steps_in
+from cleanreplay.errors import NotFiniteError
+from cleanreplay.experiment import Experiment
 from cleanreplay.run_folder import RunFolder, locked
 
 ARGS = dqn_jax.Args(**SMALL_DQN)
@@ -60,12 +59,38 @@ def test_returns_that_do_not_exist_yet_come_back():
         folder.begin(lambda: state, None)
         folder.save(16, state, state.params, [math.nan, 2.0])
     again, _ = folder_of(resume=str(folder.path))
+    again.agent.args = replace(ARGS, init_from="nowhere")  # what it began with is not read again
     with again:
         again.begin(lambda: state, lambda state: state)
 
     assert disk.open_file(checkpoints.newest(folder.path)).about["returns"] == [None, 2.0]
     np.testing.assert_array_equal(again.recent_returns, [math.nan, 2.0])
     assert again.first_step == 16
+
+
+def test_a_run_is_tracked_from_its_beginning_or_its_resume(monkeypatch):
+    calls = []
+    for name in ("init_wandb", "log_videos"):
+        monkeypatch.setattr(tracking, name, lambda *given: calls.append(given))
+    folder, state = folder_of(track=True)
+    with folder:
+        folder.begin(lambda: state, None)
+        folder.save(16, state, state.params, [])
+    again, _ = folder_of(track=True, resume=str(folder.path))
+    with again:
+        again.begin(lambda: state, lambda state: state)
+
+    begun = [("run", vars(x.run) | vars(ARGS)) for x in (folder, again)]
+    assert calls == [begun[0], (folder.path, 0), begun[1], (folder.path, 16)]
+
+
+def test_without_weights_and_biases_there_is_no_folder(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    folder, state = folder_of(track=True)
+    with pytest.raises(UsageError, match="track: pip install wandb"), folder:
+        folder.begin(lambda: state, None)
+
+    assert not folder.path.exists()
 
 
 def test_a_checkpoint_interval_of_0_saves_nothing():
@@ -101,39 +126,16 @@ def test_a_full_disk_is_what_the_system_reports():
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
 
 
-def constants_of(folder):
-    """The numbers in JSON that JSON does not know, such as NaN, of all files of a run."""
-    found = []
-    texts = [file.read_bytes() for file in folder.glob("*.json")]
-    texts.append((folder / "experience/vault.json").read_bytes().rpartition(b"\n")[0])
-    for file in folder.rglob("*.safetensors"):
-        data = file.read_bytes()
-        header = data[8 : 8 + int.from_bytes(data[:8], "little")]
-        texts += [header, json.loads(header)["__metadata__"][disk.KEY].encode()]
-    for text in texts:
-        json.loads(text, parse_constant=found.append)
-    return found, len(texts)
-
-
-def test_all_files_of_a_run_are_json_that_every_reader_knows():
+def test_no_file_of_a_run_has_a_number_that_json_lacks():
     """CartPole has bounds without end, and no episode is over at the first checkpoint."""
     run = dqn_jax.Run(checkpoint_interval=5, log_interval=5, eval_interval=10, eval_episodes=1)
-    args = dqn_jax.Args(
-        **SMALL_DQN | dict(total_timesteps=10, learning_starts=8, train_frequency=5)
-    )
-    _, _, folder = dqn_jax.train(replace(args, save_experience=True), run)
+    flags = SMALL_DQN | dict(total_timesteps=10, learning_starts=8, train_frequency=5)
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**flags, save_experience=True), run)
+    files = [x for x in folder.rglob("*") if x.suffix in (".json", ".safetensors")]
 
-    assert constants_of(folder) == ([], 9)
-
-
-def test_a_damaged_record_is_moved_and_begins_anew(tmp_path, capsys):
-    Path("run.json").write_text('[{"step": 0,')
-    tracking.write_origin(tmp_path, 200, Path(dqn_jax.__file__))
-
-    assert "run.json was damaged and is now run.json.damaged" in capsys.readouterr().out
-    (aside,) = tmp_path.glob("run.json.damaged*")
-    assert aside.read_text() == '[{"step": 0,'
-    assert [start["step"] for start in json.loads(Path("run.json").read_text())] == [200]
+    assert len(files) >= 6
+    for file in files:
+        assert not re.search(rb"[\[ :,](NaN|-?Infinity)[\], }]", file.read_bytes()), file
 
 
 def at_step(number, what, monkeypatch):
@@ -164,21 +166,20 @@ def test_a_signal_ends_the_program_with_a_checkpoint(run_main, monkeypatch):
     assert logged_steps(only_run()) == [20, 40, 50]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_in_training_from_python_returns(number, monkeypatch):
+def test_a_signal_in_training_from_python_returns(monkeypatch):
     """As an interrupt in a notebook. A second one would end the process."""
-    handlers = [signal.getsignal(number)]
+    handlers = [signal.getsignal(signal.SIGHUP)]
 
     def signal_once():
-        signal.raise_signal(number)
-        handlers.append(signal.getsignal(number))
+        signal.raise_signal(signal.SIGHUP)
+        handlers.append(signal.getsignal(signal.SIGHUP))
 
     at_step(STEPS, signal_once, monkeypatch)
     _, _, folder = dqn_jax.train(ARGS, dqn_jax.Run(**COUNTER | dict(eval_episodes=2)))
 
     assert steps_in(folder) == [50]
     assert logged_steps(folder, "eval/episodic_return") == []
-    assert handlers == [signal.getsignal(number), signal.SIG_DFL]
+    assert handlers == [signal.getsignal(signal.SIGHUP), signal.SIG_DFL]
 
 
 # DQN collects while a thread learns: the iteration that was learned meanwhile is not logged.
@@ -205,35 +206,15 @@ class FailingReset(environments.Counter):
         raise OSError(errno.EIO, "Input/output error")
 
 
-class NotFiniteThenFailing(environments.Counter):
-    """From step 60 on its rewards are NaN, and at step 70 it fails."""
-
-    steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        observation, reward, *others = super().step(action)
-        if self.steps == 70:
-            raise RuntimeError("the simulator is gone")
-        return (observation, math.nan if self.steps > 60 else reward, *others)
-
-
 gym.register("FailingReset-v0", FailingReset)
-gym.register("NotFiniteThenFailing-v0", NotFiniteThenFailing)
 
 
 @pytest.mark.parametrize(
-    ("env_id", "has_record", "where"),
-    [
-        ("FailingReset-v0", True, " at step 0 of "),
-        (COUNTER["env_id"], False, ", "),
-        ("phys2d/CartPole-v1", False, ", "),
-    ],
-    ids=["reset", "record", "record of a compiled run"],
+    ("env_id", "where"), [("FailingReset-v0", " at step 0 of "), ("phys2d/CartPole-v1", ", ")]
 )
-def test_a_run_that_cannot_begin_is_closed(env_id, has_record, where, monkeypatch):
-    """If the first reset fails, and if its record cannot be written."""
-    if not has_record:
+def test_a_run_that_cannot_begin_is_closed(env_id, where, monkeypatch):
+    """If the first reset fails, and if the record of a compiled run cannot be written."""
+    if env_id != "FailingReset-v0":
         monkeypatch.setattr(tracking, "write_origin", lambda *given: FailingReset().reset())
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(OSError, match="Input/output error") as caught:
@@ -247,27 +228,36 @@ def test_a_run_that_cannot_begin_is_closed(env_id, has_record, where, monkeypatc
 
 
 def test_an_error_is_shown_although_the_agent_diverged():
-    with pytest.raises(RuntimeError, match="the simulator is gone") as caught:
-        dqn_jax.train(ARGS, dqn_jax.Run(**COUNTER | dict(env_id="NotFiniteThenFailing-v0")))
+    """And processes of environments, which may wait for each other, are killed."""
+    killed = []
 
-    where, not_saved = caught.value.__notes__
-    assert where.startswith("in NotFiniteThenFailing-v0 at step ")
-    assert not_saved.endswith("diverged, parameters are not finite")
+    def save(*given):
+        raise NotFiniteError("diverged")
+
+    process = SimpleNamespace(kill=lambda: killed.append(True))
+    experiment = SimpleNamespace(
+        log=SimpleNamespace(first_step=0, recent_returns=[]),
+        envs=SimpleNamespace(unwrapped=SimpleNamespace(processes=[process])),
+        run=dqn_jax.Run(env_id="Broken-v0"),
+        run_folder=SimpleNamespace(path="here", save=save),
+    )
+    saves = Experiment.saves_on_error(experiment, 10, lambda: ("state", "params"))
+    with pytest.raises(RuntimeError, match="gone") as caught, saves:
+        raise RuntimeError("the simulator is gone")
+
+    assert caught.value.__notes__ == ["in Broken-v0 at step 10 of here", "not saved: diverged"]
+    assert killed == [True]
 
 
-@pytest.mark.parametrize("name", ["state.safetensors", "best.safetensors"])
-def test_a_full_disk_at_the_end_is_one_line(name, monkeypatch):
-    """A checkpoint meets it in a thread."""
-    write = disk.write
+def test_a_full_disk_in_the_last_checkpoint_is_one_line(monkeypatch):
+    """It meets it in a thread."""
 
-    def write_unless_full(file, *given, **named):
-        if file.name == name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, *given, **named)
+    def write(*given, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk, "write", write_unless_full)
-    with pytest.raises(UsageError, match=r"[Nn]o space left on .*/runs/"):
-        dqn_jax.train(ARGS, dqn_jax.Run(**COUNTER | dict(eval_episodes=1)))
+    monkeypatch.setattr(disk, "write", write)
+    with pytest.raises(UsageError, match=r"no space left on .*/runs/"):
+        dqn_jax.train(ARGS, dqn_jax.Run(**COUNTER))
 
 
 def resume_to(folder, total_timesteps):
@@ -305,80 +295,3 @@ def test_a_run_killed_while_it_saves_goes_on(tmp_path):
         assert load_policy(folder)(np.zeros((3, 4), np.float32)).shape == (3,)
     resume_to(folder, newest + 40)
     assert logged_steps(folder)[-2:] == [(newest + 30) // 20 * 20, newest + 40]
-
-
-@contextmanager
-def small_disk(folder, size):
-    """Makes this folder a disk of this size."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mount is not allowed here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
-
-
-# It is full when a point of the charts is written, in a checkpoint, and in the experience.
-FULL_DISKS = [
-    ("60k", "--checkpoint-interval 0 --log-interval 10"),
-    ("300k", "--checkpoint-interval 500"),
-    ("300k", "--checkpoint-interval 0 --save-experience"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="a file system is mounted")
-@pytest.mark.parametrize(("size", "flags"), FULL_DISKS)
-def test_on_a_full_disk_what_was_saved_stays(size, flags, tmp_path, monkeypatch):
-    """Libraries may print more beside our line, at the same time."""
-    folder = tmp_path / "disk"
-    with small_disk(folder, size), monkeypatch.context() as patched:
-        more = "--total-timesteps 50000 --eval-episodes 1".split()  # noqa: SIM905
-        process = start_python(folder, str(ROOT / "dqn_jax.py"), *SMALL, *more, *flags.split())
-        _, err = process.communicate()
-        assert process.returncode == 2, err
-        assert re.search("error: .*no space left", err, re.IGNORECASE), err
-        run = only_run(folder)
-        assert (run / "args.json").stat().st_size > 0
-
-        if "--checkpoint-interval 500" in flags:
-            newest = steps_in(run)[-1]
-            # With room on the disk the run goes on from there.
-            subprocess.run(["mount", "-o", "remount,size=20m", str(folder)], check=True)
-            patched.chdir(folder)
-            resume_to(run, newest + 200)
-            assert logged_steps(run) == list(range(20, newest + 201, 20))
-            assert steps_in(run)[-1] == newest + 200
-
-
-# DQN collects while a thread learns, PPO in turn. Rollouts have 10 and 16 steps.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "flags", "number", "step", "which"),
-    [(dqn_jax, SMALL_DQN, 10, 100, 0), (ppo_jax, SMALL_PPO, 2, 32, 1)],
-)
-def test_a_killed_process_is_named(script, flags, number, step, which, monkeypatch):
-    """The others take the step in which it is killed."""
-    collect = script.collect_rollout
-    numbers = count()
-    processes = []
-
-    def collect_and_kill(agent, envs, *given, **named):
-        if next(numbers) == number:
-            processes.extend(envs.unwrapped.processes)
-            os.kill(processes[which].pid, signal.SIGSTOP)  # the step waits for it
-            Timer(0.5, processes[which].kill).start()
-        return collect(agent, envs, *given, **named)
-
-    monkeypatch.setattr(script, "collect_rollout", collect_and_kill)
-    with pytest.raises((EOFError, ConnectionError)) as caught:
-        script.train(*flags_of(script, **COUNTER | flags, num_envs=2, vectorization="async"))
-
-    where = f"in environments:Counter-v0 at step {step} of {only_run()}"
-    assert caught.value.__notes__ == [where, f"killed: {processes[which].name}"]
-    assert steps_in(only_run()) == [step]
-    for process in processes:
-        process.join(timeout=20)
-        assert not process.is_alive()

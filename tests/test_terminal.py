@@ -4,13 +4,12 @@ import io
 import os
 import signal
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 
 import pytest
-from helpers import ROOT, start_python
 
+import dqn_jax
 from cleanreplay import terminal
 
 ALL = [getattr(signal, name) for name in terminal.SIGNALS]
@@ -32,12 +31,17 @@ def begin_with_no_signal_ignored():
         signal.signal(number, handler)
 
 
-def test_each_signal_is_noted_and_a_second_one_would_end_the_run(capfd):
+def note(*numbers, has_processes=False):
+    """Raises signals where they are noted. Returns those that were, and what signals do then."""
     stop = []
-    with terminal.noted_signals(stop, has_processes=False):
-        for number in ALL:
+    with terminal.noted_signals(stop, has_processes):
+        for number in numbers:
             signal.raise_signal(number)
-        inside = handlers()
+        return stop, handlers()
+
+
+def test_each_signal_is_noted_and_a_second_one_would_end_the_run(capfd):
+    stop, inside = note(*ALL)
 
     assert stop == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     assert inside == [signal.SIG_DFL] * 3
@@ -47,13 +51,9 @@ def test_each_signal_is_noted_and_a_second_one_would_end_the_run(capfd):
 
 def test_a_signal_that_is_ignored_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop = []
-    with terminal.noted_signals(stop, has_processes=False):
-        signal.raise_signal(signal.SIGHUP)
-        signal.raise_signal(signal.SIGTERM)
-        inside = signal.getsignal(signal.SIGHUP)
+    stop, inside = note(signal.SIGHUP, signal.SIGTERM)
 
-    assert inside == signal.SIG_IGN
+    assert inside[ALL.index(signal.SIGHUP)] == signal.SIG_IGN
     assert stop == [signal.SIGTERM]
 
 
@@ -62,18 +62,14 @@ def test_a_signal_is_noted_though_its_message_is_not_written(monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "write", write)
-    stop = []
-    with terminal.noted_signals(stop, has_processes=False):
-        signal.raise_signal(signal.SIGINT)
 
-    assert stop == [signal.SIGINT]
+    assert note(signal.SIGINT)[0] == [signal.SIGINT]
 
 
 def test_processes_of_environments_begin_ignoring_signals(monkeypatch):
     found = []
     monkeypatch.setattr(forkserver, "ensure_running", lambda: found.extend(handlers()))
-    with terminal.noted_signals([], has_processes=True):
-        inside = handlers()
+    _, inside = note(has_processes=True)
 
     assert found == [signal.SIG_IGN] * 3
     assert signal.SIG_IGN not in inside
@@ -84,24 +80,17 @@ def test_signals_are_as_before_if_processes_cannot_start(monkeypatch):
         raise OSError("no more processes")
 
     monkeypatch.setattr(forkserver, "ensure_running", fail)
-    with pytest.raises(OSError, match="no more"), terminal.noted_signals([], has_processes=True):
-        pass
+    with pytest.raises(OSError, match="no more"):
+        note(has_processes=True)
 
     assert handlers() == [signal.default_int_handler] * 3
 
 
 def test_a_run_in_another_thread_leaves_signals_alone():
-    found = []
+    with ThreadPoolExecutor(1) as thread:
+        _, inside = thread.submit(note, has_processes=True).result()
 
-    def note():
-        with terminal.noted_signals([], has_processes=True):
-            found.extend(handlers())
-
-    thread = threading.Thread(target=note)
-    thread.start()
-    thread.join()
-
-    assert found == [signal.default_int_handler] * 3
+    assert inside == [signal.default_int_handler] * 3
 
 
 def test_a_stream_is_given_up_when_its_reader_is_gone(monkeypatch):
@@ -131,22 +120,7 @@ def test_a_text_that_waits_for_a_dead_reader_is_given_up(monkeypatch):
         sys.stderr.flush()
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves_where_nobody_reads_the_output(tmp_path):
-    """As `2>&1 | tee log`, which Ctrl-C ends first."""
-    flags = (
-        "--env-id environments:Counter-v0 --learning-starts 50 --batch-size 8 --log-interval 500"
-    )
-    long = "--total-timesteps 100000000 --eval-episodes 0"
-    script = str(ROOT / "dqn_jax.py")
-    process = start_python(tmp_path, script, *flags.split(), *long.split())
-    assert "cpu" in process.stdout.readline()
-    process.stdout.close()
-    process.stderr.close()
-    time.sleep(2)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+def test_a_script_gives_up_dead_streams(run_main):
+    run_main(dqn_jax, "--help")
 
-    assert process.wait(timeout=60) == 130
-    (checkpoint,) = tmp_path.glob("runs/*/checkpoints/*")
-    assert int(checkpoint.name) > 0
+    assert isinstance(sys.stdout, terminal.Stream)

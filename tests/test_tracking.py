@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import environments  # noqa: F401  registers the environments
 import jax
 import pytest
-from helpers import ROOT, one_line, read_events, slow, start_python
+from helpers import ROOT, read_events, slow
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -39,15 +39,15 @@ def test_each_evaluation_is_recorded(script, env_id, flags, monkeypatch):
     _, _, folder = script.train(script.Args(total_timesteps=256, num_envs=4, **flags), run)
 
     scores = dict(read_events(folder)[0]["eval/episodic_return"])
-    videos = sorted(folder.glob("videos/*/*.mp4"))
-    assert [int(video.parent.name) for video in videos] == sorted(scores)
+    videos = {int(video.parent.name): video for video in folder.glob("videos/*/*.mp4")}
     assert len(videos) == 2
-    for video in videos:
+    assert videos.keys() == scores.keys()
+    for step, video in videos.items():
         with VideoFileClip(str(video)) as clip:
             assert clip.get_frame(0).shape == (400, 600, 3)
             # In the ordinary run it is the episode that was evaluated: CartPole's return is its
             # length, and the first frame is that of the reset; the reader may round down.
-            difference = clip.n_frames - scores[int(video.parent.name)]
+            difference = clip.n_frames - scores[step]
             assert difference in (0, 1) if script is dqn_jax else 5 < clip.n_frames <= 31
 
 
@@ -62,17 +62,16 @@ def test_an_event_file_has_the_flags_and_drops_later_points(tmp_path):
     writer.close()
 
     scalars, text = read_events(tmp_path)
-    assert scalars == {"x": [(7, 1)]}
-    assert "|hidden_sizes|(7, 5)|" in text.splitlines()
     contents = EventAccumulator(str(tmp_path)).Reload().PluginTagToContent("hparams")
     plugin = {tag: HParamsPluginData.FromString(content) for tag, content in contents.items()}
     given = plugin["_hparams_/session_start_info"].session_start_info.hparams
-    assert set(given) == set(flags)
-    assert given["env_id"].string_value == "CartPole-v1"
+    experiment = plugin["_hparams_/experiment"].experiment
+
+    assert scalars == {"x": [(7, 1)]}
+    assert "|hidden_sizes|(7, 5)|" in text.splitlines()
+    assert {info.name for info in experiment.hparam_infos} == set(given) == set(flags)
     assert given["hidden_sizes"].string_value == "(7, 5)"
     assert given["total_timesteps"].number_value == 512
-    experiment = plugin["_hparams_/experiment"].experiment
-    assert {info.name for info in experiment.hparam_infos} == set(given)
     columns = [info.name.tag for info in experiment.metric_infos]
     assert columns == ["eval/episodic_return", "charts/episodic_return"]
 
@@ -106,11 +105,15 @@ def test_a_damaged_run_json_is_moved_aside(text, tmp_path, capsys):
     assert aside.name in capsys.readouterr().out
 
 
-def test_without_weights_and_biases_one_line_says_it(run_main, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    result = run_main(ppo_jax, "--track", "--total-timesteps", "512")
-    assert one_line(result) == "error: track: pip install wandb"
-    assert not Path("runs").exists()
+def test_weights_and_biases_begins_or_resumes_a_run(monkeypatch):
+    """It takes the charts from the event files."""
+    begun = []
+    wandb = SimpleNamespace(Error=RuntimeError, init=lambda **given: begun.append(given))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    tracking.init_wandb("name", {"gamma": 0.5})
+
+    name = dict(id="name", name="name", config={"gamma": 0.5})
+    assert begun == [name | dict(sync_tensorboard=True, resume="allow")]
 
 
 def test_an_error_of_weights_and_biases_is_one_of_usage(monkeypatch):
@@ -132,26 +135,6 @@ def test_videos_after_the_first_step_are_tracked(tmp_path, monkeypatch):
     tracking.log_videos(tmp_path, 100)
 
     assert logged == [{"video": (tmp_path / "videos/200/x.mp4", "200 steps")}]
-
-
-@pytest.mark.slow  # 8 of its 14 seconds wandb waits
-def test_weights_and_biases_follows_the_events(tmp_path, monkeypatch):
-    for name in ("DISPLAY", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    flags = "--total-timesteps 2000 --num-envs 4 --learning-starts 500 --batch-size 16 --track"
-    flags += " --capture-video --eval-interval 1000"
-    with start_python(tmp_path, str(ROOT / "dqn_jax.py"), *flags.split()) as process:
-        _, err = process.communicate()
-    assert process.returncode == 0, err
-
-    (folder,) = (tmp_path / "runs").iterdir()
-    (file,) = (tmp_path / "wandb").glob(f"offline-run-*{folder.name}/*.wandb")
-    tracked = file.read_bytes()
-    tags = read_events(folder)[0].keys()
-    assert [tag for tag in tags if tag.encode() not in tracked] == []
-    assert len(list((tmp_path / "wandb").glob("offline-run-*/files/media/videos/*.mp4"))) == 2
 
 
 def test_event_files_of_a_resume_come_last():

@@ -81,17 +81,6 @@ def test_a_renamed_field_of_step_is_an_error_before_a_run_begins(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_renamed_field_of_state_is_saved():
-    text = Path(dqn_jax.__file__).read_text()
-    new = text.replace("state.replay", "state.memory").replace("    replay: Any", "    memory: Any")
-    script = edited(dqn_jax, (text, new.replace("_replace(replay=", "_replace(memory=")))
-    args = script.Args(**SMALL_DQN, save_experience=True)
-    state, _, folder = script.train(args, script.Run(**COUNTER))
-
-    assert state.memory.cursor == 200
-    assert len(list((folder / "experience").iterdir())) > 0
-
-
 @pytest.mark.parametrize("begin", [train, trace])
 def test_a_metric_that_is_an_array_is_named(begin):
     script = edited(dqn_jax, ('metrics["charts/epsilon"]', OWN % "rollout.reward[0]"))

@@ -4,26 +4,27 @@ import json
 import math
 import re
 import sys
-import types
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import gymnasium as gym
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from environments import Counter, Given
+from environments import Given
 from gymnasium.spaces import Box
-from helpers import SMALL_DQN, edited, one_line, read_events, start_python
+from helpers import SMALL_DQN, edited, one_line, read_events
 
 import dqn_jax
 import ppo_jax
 from cleanreplay import flags
 from cleanreplay.environments import make_first
 from cleanreplay.errors import NotFiniteError, UsageError
-from cleanreplay.experiment import check_rollout
+from cleanreplay.experiment import Experiment, check_rollout
 
 gym.register("WholeActions-v0", Given, kwargs={"action_space": Box(0, 5, (2,), np.int64)})
 
@@ -152,13 +153,11 @@ def test_a_whole_number_in_any_form_is_an_int(given, read):
 
 
 def write_run(run, args):
-    """Writes the flags of a run to its folder."""
     Path("run").mkdir()
     Path("run/args.json").write_text(json.dumps({"run": run, "args": args}))
 
 
 def test_flags_of_a_resumed_run_are_the_defaults(monkeypatch):
-    """They have their types again."""
     given = {"normalize_observations": False, "target_kl": "inf", "hidden_sizes": [8, 9]}
     write_run({"seed": 3, "exp_name": "nan", "distributed": "auto"}, given | {"num_envs": 2})
     found = []
@@ -180,32 +179,9 @@ def test_a_flag_that_the_script_does_not_have_is_named():
         flags.read_flags("run", dqn_jax.Run, dqn_jax.Args)
 
 
-def test_an_agent_in_a_file_is_not_resumed(tmp_path):
-    file = tmp_path / "best.safetensors"
-    file.touch()
-
-    with pytest.raises(UsageError, match="--init-from"):
-        flags.check(dqn_jax.Args(), dqn_jax.Run(resume=str(file)), None)
-
-
-class WithoutFile(Counter):
-    def step(self, action):
-        Path("level.xml").read_text()
-
-
-gym.register("WithoutFile-v0", WithoutFile)
-
-
-def test_an_error_of_an_environment_tells_where_it_happened(run_main):
-    with pytest.raises(FileNotFoundError, match=r"level\.xml") as caught:
-        run_main(ppo_jax, "--env-id", "WithoutFile-v0")
-
-    assert caught.value.__notes__[0].startswith("in WithoutFile-v0 at step 0 of /")
-
-
 @pytest.mark.parametrize("name", ["reward", "observation"])
 def test_a_number_that_is_not_finite_is_named(name):
-    rollout = types.SimpleNamespace(reward=np.zeros((4, 3)), observation=np.zeros((4, 3, 2)))
+    rollout = SimpleNamespace(reward=np.zeros((4, 3)), observation=np.zeros((4, 3, 2)))
     run = dqn_jax.Run(env_id="Mine-v0")
     check_rollout(rollout, run, 100)
     getattr(rollout, name)[2, 1] = np.inf
@@ -216,7 +192,6 @@ def test_a_number_that_is_not_finite_is_named(name):
 
 
 def large_later(env, action):
-    """A reward whose square is infinite, after 200 steps."""
     return 1e38 if env.step_count > 200 else 1.0
 
 
@@ -231,14 +206,6 @@ def test_a_run_that_diverges_leaves_its_last_good_checkpoint(run_main):
     assert "diverged, parameters are not finite" in line
     (folder,) = Path("runs").iterdir()
     assert max(int(x.name) for x in (folder / "checkpoints").iterdir()) >= 200
-
-
-def test_before_an_episode_ends_the_return_is_nan(run_main):
-    flags = "--total-timesteps 100 --learning-starts 90 --batch-size 8 --eval-episodes 0"
-    code, out, _ = run_main(dqn_jax, *flags.split(), "--env-id", "Diverging-v0")
-
-    assert code == 0
-    assert out.endswith(": mean return of the last episodes nan\n")
 
 
 def test_the_largest_counts_of_steps_begin_to_learn():
@@ -276,7 +243,7 @@ def test_a_replay_larger_than_the_memory_is_one_line(run_main, monkeypatch):
 
 
 def test_a_replay_larger_than_a_gpu_names_its_variables(monkeypatch):
-    gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 4 * 10**9})
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 4 * 10**9})
     monkeypatch.setattr(flags.jax, "local_devices", lambda: [gpu])
     flags.check_memory(lambda: jnp.zeros(10**9))
 
@@ -297,37 +264,33 @@ def test_raw_frames_of_atari_give_a_notice(env_id, how, capsys):
     assert (f"{GAME} with --vectorization auto" in capsys.readouterr().out) == is_raw
 
 
-UNGUARDED = """
-import dqn_jax
-args = dqn_jax.Args(num_envs=2, total_timesteps=400, learning_starts=100, batch_size=8)
-dqn_jax.train(args, dqn_jax.Run(vectorization="async", eval_episodes=0))
-"""
+def test_a_process_of_environments_does_not_train(monkeypatch, capsys):
+    monkeypatch.setattr(flags.current_process(), "_inheriting", True, raising=False)
+
+    with pytest.raises(SystemExit, match="1"):
+        flags.check_process()
+    assert "imports this file" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_file_that_its_processes_would_run_again_is_told(tmp_path):
-    """Nothing hangs, and no process shows a traceback."""
-    (tmp_path / "mine.py").write_text(UNGUARDED)
-    process = start_python(tmp_path, "mine.py")
-    _, err = process.communicate(timeout=100)
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
+def test_processes_that_end_as_they_begin_are_told(error):
+    begun = SimpleNamespace(on_exit=ExitStack(), log=SimpleNamespace(writer=None))
+    begun.run = dqn_jax.Run(vectorization="async")
 
-    assert process.returncode == 1
-    assert "UsageError: vectorization: the processes of the environments ended" in err
-    assert err.count("each process of the environments imports this file: ") == 2
-    assert err.count("Traceback") == 2  # of the main process: the mistake and its cause
+    with pytest.raises(UsageError, match=r"^vectorization: the processes"):
+        Experiment.__exit__(begun, type(error), error, None)
+    begun.run = dqn_jax.Run()
+    Experiment.__exit__(begun, type(error), error, None)
 
 
 def test_annotations_that_are_texts_are_read(run_main):
-    """As in a copy of a script with `from __future__ import annotations`."""
     copy = edited(
         dqn_jax, ("import importlib\n", "from __future__ import annotations\nimport importlib\n")
     )
-    flags = "--total-timesteps 2e2 --learning-starts 5e1 --batch-size 8 --sweep gamma=0.9,0.8"
-    run = "--env-id environments:Chain-v0 --eval-episodes 0 --checkpoint-interval 0"
+    of_chain = ["--env-id", "environments:Chain-v0", "--learning-starts"]
 
-    code, out, err = run_main(copy, *flags.split(), *run.split())
-    assert (code, out.count("mean return of the last")) == (0, 3), err
-    assert "gamma must be" in one_line(run_main(copy, *run.split(), "--sweep", "gamma=2"))
+    assert "learning_starts must be" in one_line(run_main(copy, *of_chain, "5e9"))
+    assert "gamma must be" in one_line(run_main(copy, *of_chain, "5e2", "--sweep", "gamma=2"))
 
 
 def test_a_resume_accepts_the_same_sweep_in_other_words():
