@@ -33,7 +33,6 @@ def decode(items):
 
 
 def shift(item):
-    """For `update`: the item whose id is greater by 1."""
     return jax.tree.map(lambda x: x + 1, item)
 
 
@@ -57,7 +56,6 @@ class Windows(NamedTuple):
     factory: Callable = buffers.uniform_replay
 
     def prioritised(self):
-        """The same settings of a prioritised replay."""
         return self._replace(factory=buffers.prioritised_replay)
 
     @property
@@ -117,13 +115,11 @@ class Windows(NamedTuple):
         return start[..., None] + self.num_envs * np.arange(self.length)
 
     def starts(self, windows):
-        """The ids [B] at which windows [B, W] start: the inverse of `window`."""
         return windows if self.length is None else windows[:, 0]
 
 
 @cache
 def make_replay(windows, donate):
-    """See `Windows.replay`."""
     return windows.factory(
         windows.max_size,
         num_envs=windows.envs,
@@ -151,5 +147,4 @@ def kept(rows, mask):
 
 
 def as_mask(mask):
-    """A mask of `batches` as `add_batch` takes it."""
     return None if mask is None else np.array(mask)

@@ -16,7 +16,6 @@ TWO = gym.spaces.Discrete(2)
 
 
 def box(*shape):
-    """The space of observations of a shape."""
     return gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 
@@ -35,14 +34,12 @@ def linear(module, args, features=1, num_actions=2):
 
 
 def state_of(agent, params, target_params):
-    """The state before training, with other parameters."""
     state = agent.init(jax.random.PRNGKey(0))
     params = jnp.asarray(params, jnp.float32)
     return state._replace(params=params, target_params=jnp.asarray(target_params, jnp.float32))
 
 
 def dense(layer, x):
-    """Applies a layer of flax in NumPy."""
     return x @ layer["kernel"] + layer.get("bias", 0)
 
 

@@ -85,10 +85,8 @@ class Given(gym.Env):
 class Probe(gym.Env):
     """One thing to learn, with a known value.
 
-    observation: one step, reward = the observation, which is +1 or -1.
     discount: two steps, the observations 0 and 1, reward 1 at the second.
-    both: one step, reward +1 if the action matches the observation, else -1.
-    truncation: reward 1 a step, truncated after 3 steps, never terminated.
+    both: one step, reward +1 if the action matches the observation, which is +1 or -1, else -1.
     """
 
     observation_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -103,20 +101,16 @@ class Probe(gym.Env):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         self.step_count = 0
-        random = self.kind in ("observation", "both")
-        self.value = float(self.np_random.choice([-1.0, 1.0])) if random else 0.0
+        self.value = float(self.np_random.choice([-1.0, 1.0])) if self.kind == "both" else 0.0
         return self._observe(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.step_count += 1
-        if self.kind == "truncation":
-            return self._observe(), 1.0, False, self.step_count == 3, {}
         if self.kind == "discount" and self.step_count == 1:
             self.value = 1.0
             return self._observe(), 0.0, False, False, {}
-        matches = action == int(self.value > 0)
-        rewards = {"discount": 1.0, "observation": self.value, "both": 1.0 if matches else -1.0}
-        return self._observe(), rewards[self.kind], True, False, {}
+        is_right = self.kind == "discount" or action == int(self.value > 0)
+        return self._observe(), 1.0 if is_right else -1.0, True, False, {}
 
 
 class Reach(gym.Env):
@@ -175,7 +169,6 @@ def same_step(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
 
 
 def register_given(env_id: str, *args: Any, **kwargs: Any) -> None:
-    """Registers a `Given` with these arguments."""
     gym.register(env_id, partial(Given, *args, **kwargs), disable_env_checker=True)
 
 
@@ -225,7 +218,6 @@ class Chain(FuncEnv):
 
 
 def make_jax(env: FuncEnv, **kwargs: Any) -> FunctionalJaxEnv:
-    """Makes the Gymnasium environment of one written in JAX."""
     return FunctionalJaxEnv(env, metadata={"render_modes": []}, **kwargs)
 
 

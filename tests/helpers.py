@@ -119,7 +119,6 @@ def flags_of(script, **flags):
 
 
 def only_run(parent="."):
-    """The folder of the only run below this one."""
     (folder,) = Path(parent, "runs").absolute().iterdir()
     return folder
 
@@ -132,7 +131,6 @@ def newest_checkpoint(folder, script):
 
 
 def gradient_steps(state):
-    """How many Adam has taken."""
     return int(optax.tree_utils.tree_get(state.opt_state, "count"))
 
 
@@ -161,7 +159,6 @@ def save_agent(script, env_id=COUNTER["env_id"], change=lambda params: None, **f
 
 
 def spaces_of(script, args, run):
-    """What args.json has of the spaces of a run."""
     with closing(script.make_envs(args, run, 1)) as envs:
         return spaces.of_envs(envs)
 
@@ -223,7 +220,6 @@ OTHER_ALGORITHMS = {"c51_jax": "per_dqn_jax", "qr_dqn_jax": "per_dqn_jax", "td3_
 
 
 def diff_of(name):
-    """The diff that makes one of OTHER_ALGORITHMS."""
     return ROOT / "docs" / "other_algorithms" / f"{name.removesuffix('_jax')}.diff"
 
 
@@ -240,7 +236,6 @@ def hunks(diff):
 
 @cache
 def other_algorithm(name):
-    """The module of one of OTHER_ALGORITHMS, which has a file."""
     text = (ROOT / f"{OTHER_ALGORITHMS[name]}.py").read_text()
     for old, new in hunks(diff_of(name).read_text()):
         text = text.replace(old, new)
@@ -259,7 +254,6 @@ def flip_a_bit(file, name):
 
 
 def replace_in(file, old, new):
-    """Replaces some bytes in a file, once."""
     file.write_bytes(file.read_bytes().replace(old, new, 1))
 
 
@@ -284,7 +278,6 @@ def read_events(folder):
 
 
 def logged_steps(folder, tag="charts/SPS"):
-    """The steps at which a run has points in a chart."""
     return [step for step, _ in read_events(folder)[0].get(tag, [])]
 
 

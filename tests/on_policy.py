@@ -47,13 +47,11 @@ FLAGS = {"multi": dict(clip_rewards=True, normalize_observations=True), "box": {
 
 
 def make(script, space, **flags):
-    """Makes the agent of a script with small sizes."""
     args = script.Args(**SMALL | SIZES[script] | flags)
     return script.Agent(args, OBSERVATIONS, space)
 
 
 def random_params(params, seed=0):
-    """Returns parameters of the same shapes."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: rng.normal(scale=0.5, size=x.shape).astype(x.dtype), params)
 
@@ -66,9 +64,6 @@ def random_state(agent):
 
 def assert_trees_equal(actual, expected):
     jax.tree.map(assert_array_equal, actual, expected)
-
-
-# Rollouts
 
 
 class Random(gym.Env):
@@ -97,8 +92,6 @@ class Random(gym.Env):
 
 
 class Collected(NamedTuple):
-    """An agent, its State, and consecutive rollouts with the parameters of the State."""
-
     agent: object
     state: object
     rollouts: list
@@ -154,9 +147,6 @@ def in_time(agent, x):
     return steps.reshape(num_steps, num_envs, *x.shape[2:])
 
 
-# In NumPy and SciPy, with float64
-
-
 def perceptron(params, name, x):
     """Applies the layers `name`_0, `name`_1 ... with tanh, and the last one."""
     i = 0
@@ -194,7 +184,6 @@ def plain_outputs(case):
 
 
 def log_prob_and_entropy(space, output, action):
-    """Computes both of actions for the outputs of a network."""
     if isinstance(space, gym.spaces.Box):
         mean, log_std = np.split(np.float64(output), 2, axis=-1)
         normal = scipy.stats.norm(mean, np.exp(log_std))

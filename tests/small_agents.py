@@ -105,7 +105,6 @@ def iterations(name):
 
 
 def vector(tree):
-    """All numbers of a tree in a row."""
     return np.asarray(ravel_pytree(tree)[0])
 
 
@@ -128,5 +127,4 @@ def act(agent, params, observation, *key_and_step):
 
 
 def observations(*shape):
-    """Random ones [*shape, 3]."""
     return 3 * np.random.default_rng(0).normal(size=(*shape, 3)).astype(np.float32)

@@ -21,8 +21,7 @@ from safetensors.numpy import save_file
 
 import dqn_jax
 import ppo_jax
-import sac_jax
-from cleanreplay import UsageError, agent_file, disk, load_policy, protocol
+from cleanreplay import UsageError, agent_file, disk, load_policy
 
 OBSERVATIONS = 100 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 BOX = gym.spaces.Box(-1, 1, (3,))
@@ -161,7 +160,6 @@ def write_two(lost):
 
 
 def begin_several(source):
-    """What three agents begin with."""
     trainer, runner = new_agents(3)
     return agent_file.start_from(source, runner, trainer.agent).agent
 
@@ -245,14 +243,3 @@ def test_a_mistake_in_init_from_is_one_line(start, words):
         start(saved_run(dqn_jax, **COUNTED))
 
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("autotune", "left_out"), [(True, set()), (False, {"log_alpha", "alpha_opt_state"})]
-)
-def test_alpha_is_not_taken_where_it_is_a_flag(autotune, left_out):
-    agent = sac_jax.Agent(sac_jax.Args(autotune=autotune), BOX, BOX)
-    state = jax.eval_shape(agent.init, jax.random.PRNGKey(0))
-    taken = disk.names(protocol.learned(agent, state).policy)
-
-    assert {name.partition("/")[0] for name in set(disk.names(state.policy)) - {*taken}} == left_out

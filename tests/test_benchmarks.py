@@ -15,7 +15,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import agents
-import machine
 import replay_buffers
 import returns
 import training
@@ -112,14 +111,6 @@ def test_speed_and_time_to_threshold_are_those_of_a_run(tmp_path):
     assert outcome.final == 500
     assert of_two.second_half == pytest.approx(800)
     assert of_two.steps_to_threshold == float("inf")
-
-
-def test_a_spread_has_the_median_and_the_range():
-    never = float("inf")
-
-    assert machine.spread([2.0, 2.0], 2) == "2.00"
-    assert machine.spread([50.0, never, 60.0], 2) == "60.00 (50.00 to never)"
-    assert machine.spread([50.0, never, never], 2) == "never"
 
 
 @pytest.mark.parametrize("library", ["ours", "naive_jax", "naive_numpy"])

@@ -195,16 +195,6 @@ def test_add_and_sample_is_add_batch_then_sample(drawn):
     assert_trees_equal(together, (added, replay.sample(added, KEY, 16)))
 
 
-def test_can_sample_takes_a_least_size():
-    replay = Windows(4, envs=3).replay()
-    state = replay.init(encode(0))
-
-    assert not replay.can_sample(state, min_size=0)
-    state = replay.add_batch(state, encode(np.arange(9).reshape(3, 3)))
-    assert replay.can_sample(state, 9)
-    assert not replay.can_sample(state, 10)
-
-
 @given(
     max_size=st.integers(1, 2**29),
     envs=st.sampled_from([None, 1, 3, 1000]),

@@ -238,7 +238,8 @@ def test_stacked_states_have_a_size_each(kind, items):
     buffer, states = make(kind), stacked(f"empty {kind}", kind)
 
     assert buffer.size(states).tolist() == [0, items]
-    assert buffer.can_sample(states).tolist() == [False, True]
+    assert buffer.can_sample(states, 0).tolist() == [False, True]
+    assert buffer.can_sample(states, items).tolist() == [False, True]
     assert buffer.can_sample(states, items + 1).tolist() == [False, False]
 
 

@@ -84,13 +84,11 @@ NUMBERS = buffers.circular_buffer(3)
 
 @cache
 def zeros(*lead):
-    """Items of zeros in the dtypes of the slots."""
     storage = NUMBERS.init(SLOTS).storage
     return {name: np.zeros(lead, slots.dtype) for name, slots in storage.items()}
 
 
 def two_zeros():
-    """The state after two items of zeros."""
     return NUMBERS.add_batch(NUMBERS.init(SLOTS), zeros(2))
 
 

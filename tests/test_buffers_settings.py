@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from buffer_helpers import encode
@@ -57,18 +56,6 @@ def test_max_size_is_rounded_down_to_the_period(max_size, num_envs, length, peri
 
     assert replay.max_size == held
     assert replay == buffers.uniform_replay(held, **sizes)
-
-
-def test_a_draw_uses_its_key_once():
-    """As JAX's own check of keys sees it."""
-    replay = MAKERS["clustered"]()
-    state = replay.add_batch(replay.init(encode(0)), encode([1, 2, 3]))
-
-    with jax.debug_key_reuse(True):
-        sample = replay.sample(state, jax.random.key(1), 4)
-
-    again = replay.sample(state, jax.random.key(1), 4)
-    np.testing.assert_array_equal(sample.indices, again.indices)
 
 
 def test_a_buffer_without_priorities_has_no_functions_for_them():

@@ -33,7 +33,6 @@ def new_state():
 
 
 def zeros():
-    """A state to restore another one into."""
     return jax.tree.map(jnp.zeros_like, new_state())
 
 
@@ -142,7 +141,6 @@ def test_a_full_disk_does_not_stop_the_next_one(monkeypatch):
 
 
 def swap_chunks(folder):
-    """Swaps the first two, whose numbers differ."""
     first, second = sorted(folder.glob("ring/[0-9]*"))[:2]
     texts = first.read_bytes(), second.read_bytes()
     assert texts[0] != texts[1]
@@ -151,7 +149,6 @@ def swap_chunks(folder):
 
 
 def of_file(damage, name="state.safetensors"):
-    """Damages a file of a checkpoint."""
     return lambda folder: damage(next(folder.glob(name)))
 
 

@@ -195,7 +195,6 @@ MISTAKES = [
 
 
 def first_state(*settings):
-    """The state of a buffer of these settings that holds one item."""
     replay = buffers.clustered_replay(*settings)
     return replay.add(replay.init(0), 1)
 

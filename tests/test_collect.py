@@ -115,12 +115,6 @@ def counters():
     )
 
 
-def test_collected_arrays_have_the_dtypes_of_a_step(counters):
-    example = linear(dqn_jax, Args(), features=3).example_step
-    for rollout in counters.rollouts:
-        assert [x.dtype for x in rollout] == [x.dtype for x in example]
-
-
 def test_collected_actions_are_those_of_act_at_their_steps(counters):
     assert_array_equal(counters.steps.action, counters.explored)
     assert 0.4 < np.mean(counters.steps.action == counters.greedy) < 0.9

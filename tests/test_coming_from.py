@@ -47,7 +47,6 @@ fbx = CompiledFlashbax()
 
 
 def items_of(ids):
-    """Items [*ids.shape, ...] with the id in both fields."""
     ids = np.asarray(ids, np.float32)
     observation = np.repeat(ids[..., None], 3, axis=-1)
     return {"observation": jnp.asarray(observation), "reward": jnp.asarray(ids)}
@@ -85,7 +84,6 @@ def rows(heading):
 
 
 def assigned(line):
-    """The names that a line assigns."""
     names = re.match(r"([\w, ]+) = ", line)
     return set(names[1].split(", ")) if names else set()
 

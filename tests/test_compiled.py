@@ -126,7 +126,6 @@ def test_numbers_that_are_not_finite_are_noticed_in_their_entry(wrong, expected)
 
 
 def shown_returns(printed):
-    """The return in each line of progress, by its step."""
     found = re.findall(r"^(\d+) steps, .* a second, return (\S+)$", printed, re.MULTILINE)
     return {int(step): shown for step, shown in found}
 

@@ -15,8 +15,6 @@ from cleanreplay import disk
 
 
 def raising(number):
-    """A function that fails with this error, whatever it is given."""
-
     def fail(*_):
         raise OSError(number, "not here")
 
@@ -43,7 +41,6 @@ def test_a_file_system_without_locks_is_used(number, tmp_path, monkeypatch, caps
 
 
 def test_without_the_module_for_locks_nothing_is_locked(tmp_path, monkeypatch, capsys):
-    """As on Windows."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with (tmp_path / "lock").open("w") as file:
         assert disk.lock(file, tmp_path)

@@ -27,7 +27,6 @@ def blocks(page, language):
 
 
 def without_blocks(text):
-    """The text of a page between its blocks."""
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
@@ -56,7 +55,6 @@ def commands(page):
 
 
 def flags_of(script):
-    """All flags of a script, as a command has them."""
     defaults = vars(script.Args()) | vars(script.Run())
     switched_off = [f"no_{name}" for name, default in defaults.items() if isinstance(default, bool)]
     return {f"--{name.replace('_', '-')}" for name in [*defaults, *switched_off]}
@@ -112,7 +110,6 @@ def test_tables_of_flags_are_those_of_the_scripts(name):
 
 
 def metrics(text, quote):
-    """The names of metrics in a text, in quotes of a page or of a source."""
     return set(re.findall(rf"{quote}((?:charts|losses|eval)/\w+){quote}", text))
 
 

@@ -10,15 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    ROOT,
-    find_jax_env,
-    make_agent,
-    network_of,
-    read_events,
-    save_agent,
-    slow,
-)
+from helpers import ROOT, find_jax_env, make_agent, network_of, read_events, save_agent, slow
 from test_docs import PAGES, blocks
 
 import buffers
@@ -38,7 +30,6 @@ MODULES = {
 
 
 def write_module(name, monkeypatch):
-    """Puts a module of a page into the folder in which the test runs."""
     Path(f"{name}.py").write_text(MODULES[name])
     monkeypatch.syspath_prepend(Path.cwd())
 

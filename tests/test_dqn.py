@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from by_hand import TWO, box, linear, random_rollout, state_of, td_errors_by_hand, windows_by_hand
 from numpy.testing import assert_allclose, assert_array_equal
-from scipy.stats import chisquare
 
 import dqn_jax
 from cleanreplay import protocol
@@ -45,29 +44,6 @@ def test_the_network_has_hidden_layers_of_relu():
         rows = np.maximum(rows @ layer["kernel"] + layer["bias"], 0)
     last = params["params"]["q"]
     assert_allclose(q_values, rows @ last["kernel"] + last["bias"], rtol=1e-4, atol=1e-5)
-
-
-def assert_independent(some, others):
-    """Fails unless the action is not the greedy one, with probability 0.2, here and there."""
-    counts = np.bincount((some * 2 + others).ravel(), minlength=4)
-    wanted = some.size * np.array([0.64, 0.16, 0.16, 0.04])
-    assert chisquare(counts, wanted).pvalue > 1e-3
-
-
-def test_exploration_draws_for_each_step_and_environment():
-    agent = linear(dqn_jax, Args(start_e=0.3, end_e=0.3), num_actions=3)
-    observation = np.ones((4, 1), np.float32)
-    params = jnp.array([1.0, 0.0, 0.0])  # action 0 is the greedy one
-
-    act = jax.vmap(lambda step: agent.act(params, observation, KEY, step))
-    action = np.asarray(act(4 * jnp.arange(2_000)))
-
-    explores = action > 0
-    for column in action.T:
-        counts = np.bincount(column, minlength=3)
-        assert chisquare(counts, 2_000 * np.array([0.8, 0.1, 0.1])).pvalue > 1e-3
-    assert_independent(explores[:, 0], explores[:, 1])
-    assert_independent(explores[1:], explores[:-1])
 
 
 def plain_transition(window, clip_rewards):

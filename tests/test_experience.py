@@ -26,7 +26,6 @@ def vault_of(run):
 
 
 def assert_same_rows(steps, held):
-    """Two Steps are alike in all that a replay holds."""
     for name in steps._fields:
         rows = np.asarray(getattr(held, name))
         np.testing.assert_array_equal(getattr(steps, name), rows, err_msg=name)

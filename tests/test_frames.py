@@ -73,7 +73,6 @@ def breakout():
 
 
 def test_acting_sees_what_atari_stacks(breakout):
-    """Step by step, across resets."""
     observations = [rollout.observation for rollout, _ in breakout.rollouts]
     last = [next_observation for _, next_observation in breakout.rollouts]
     size = len(observations[0])

@@ -54,7 +54,6 @@ TASKS = {
 
 
 def make_agent(task):
-    """An agent with hindsight in a task."""
     sizes = dict(num_envs=N, batch_size=BATCH, learning_starts=BATCH, buffer_size=N * ROWS)
     steps = dict(n_step=task.n_step, frame_stack=1 + task.before)
     args = task.script.Args(**sizes, **steps, her_fraction=RELABELLED / BATCH)

@@ -150,7 +150,6 @@ def test_only_an_error_of_mujoco_has_a_hint_at_its_variable():
 
 @pytest.mark.filterwarnings("ignore:.*Ignored saving a video")
 def test_a_video_that_fails_loses_nothing():
-    """What was learned and logged is kept."""
     run = dqn_jax.Run(env_id="DrawnAtFirst-v0", eval_episodes=0, capture_video=True)
     with pytest.raises(RuntimeError, match="no OpenGL context"):
         dqn_jax.train(dqn_jax.Args(**SMALL_DQN), run)

@@ -77,7 +77,6 @@ class Loop:
             self.stack[i, -1] = OBSERVATION(self.state[i], own_key)
 
     def observation(self):
-        """What the policy sees [N, ...]."""
         return self.stack.reshape(-1, *self.agent.example_step.observation.shape).copy()
 
     def step_one(self, i, action, key):

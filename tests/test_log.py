@@ -13,7 +13,6 @@ from dqn_jax import Run
 
 
 def make_log(tmp_path, num_envs, total_timesteps=1_000):
-    """An open `Log` of a run in so many environments."""
     args = SimpleNamespace(num_envs=num_envs, total_timesteps=total_timesteps)
     agent = SimpleNamespace(args=args, steps_per_iteration=10 * num_envs)
     log = dqn_jax.Log(agent, Run(), tmp_path, stop=[])

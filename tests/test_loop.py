@@ -42,8 +42,6 @@ def test_a_run_is_the_one_without_the_package(monkeypatch):
 
 
 def test_a_wrapper_is_around_each_environment(monkeypatch):
-    """Also where a video is recorded."""
-
     class Doubled(gym.Wrapper):
         def step(self, action):
             observation, reward, *others = self.env.step(action)

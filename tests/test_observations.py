@@ -137,8 +137,6 @@ def test_number_flags_and_rewards_of_resets_change_nothing():
 
 
 class WholeNumbers(Chain):
-    """Whole numbers for observations and rewards."""
-
     observation_space = Box(0, 1, (5,), np.int32)
 
     def observation(self, state, rng, params=None):

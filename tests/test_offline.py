@@ -35,7 +35,6 @@ def steps_of(agent, numbers, **leaves):
 
 
 def write_steps(agent, steps, num_envs=None, about=None):
-    """Writes steps [rows], or [rows, N], to a vault `data`."""
     replay = buffers.uniform_replay(len(steps.valid) * (num_envs or 1), num_envs=num_envs)
     vault = Vault("data", agent.example_step, num_envs, about=about)
     vault.write(replay.add_batch(replay.init(agent.example_step), steps))

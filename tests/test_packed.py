@@ -27,8 +27,6 @@ BYTES = 81 + 8
 
 
 class Both(Chain):
-    """An image and two numbers of each state."""
-
     observation_space = Dict(
         numbers=Box(-9, 9, (2,), np.float32), image=Box(0, 255, (9, 9, 1), np.uint8)
     )
@@ -42,7 +40,6 @@ register_jax("Both-v0", Both())
 
 
 def random_parts(*lead):
-    """Random observations of Both-v0, a dict of arrays [*lead, ...]."""
     random = np.random.default_rng(0)
     return {
         "image": random.integers(2, size=(*lead, 9, 9, 1), dtype=np.uint8),
@@ -115,8 +112,6 @@ def test_a_packed_space_is_the_same_after_json(lead):
 
 
 class Features(nn.Module):
-    """What `features_of` makes of observations."""
-
     space: Box
 
     @nn.compact

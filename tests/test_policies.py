@@ -8,9 +8,9 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-from environments import Counter
+from environments import register_given
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
-from helpers import COUNTED, flags_of, save_agent, saved_run, spaces_of
+from helpers import COUNTED, flags_of, save_agent, saved_run
 
 import dqn_jax
 import ppo_jax
@@ -21,12 +21,10 @@ OBSERVATIONS = 100 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.flo
 
 
 def greedy(agent, params, observations=OBSERVATIONS):
-    """The environment's actions without exploration."""
     return agent.to_env_action(np.asarray(agent.act(params, observations)))
 
 
 def change_args_json(name, **changed):
-    """Changes what args.json in the working directory tells about this."""
     about = json.loads(Path("args.json").read_text())
     about[name] |= changed
     Path("args.json").write_text(json.dumps(about))
@@ -173,12 +171,8 @@ def test_what_is_not_there_is_not_needed(name, changed, monkeypatch):
     np.testing.assert_array_equal(load_policy(".")(OBSERVATIONS), greedy(agent, params))
 
 
-class Simulator(Counter):
-    action_space = Discrete(3, start=-1)
-
-
 def test_an_agent_is_loaded_without_its_environment(monkeypatch):
-    gym.register("Simulator-v0", Simulator)
+    register_given("Simulator-v0", action_space=Discrete(3, start=-1))
     agent, params = save_agent(dqn_jax, "Simulator-v0", frame_stack=2)
     monkeypatch.delitem(gym.registry, "Simulator-v0")
     change_args_json("run", env_id="my_simulator:Simulator-v0")
@@ -187,14 +181,6 @@ def test_an_agent_is_loaded_without_its_environment(monkeypatch):
 
     np.testing.assert_array_equal(actions, greedy(agent, params, observations))
     assert set(actions) <= {-1, 0, 1}
-
-
-def test_the_spaces_of_a_run_are_those_that_its_agent_sees():
-    run = ppo_jax.Run(env_id="environments:Chain-v0")
-
-    box = {"shape": [2, 5], "dtype": "float32", "low": 0.0, "high": 1.0}
-    wanted = {"observation": box, "action": {"n": 2, "start": 0}, "entries": None}
-    assert spaces_of(ppo_jax, ppo_jax.Args(frame_stack=2), run) == wanted
 
 
 @pytest.mark.parametrize(

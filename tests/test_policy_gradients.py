@@ -1,6 +1,4 @@
-"""What PPO and recurrent PPO share: actions, losses and statistics against NumPy and SciPy, epochs,
-first weights, and what is an error.
-"""
+"""What PPO and recurrent PPO share, asked of PPO where test_scripts.py finds the same code."""
 
 from types import SimpleNamespace
 
@@ -30,9 +28,6 @@ import recurrent_ppo_jax
 from ppo_jax import Args, Categorical, Gaussian
 
 IMAGES = gym.spaces.Box(0, 255, (10, 10, 2), np.uint8)
-
-
-# What is asked of PPO here is the same code in recurrent PPO, see test_scripts.py
 
 
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
@@ -114,7 +109,6 @@ def test_normalised_observations_are_at_most_10():
     ids=str,
 )
 def test_floats_and_rewards_are_normalised_by_default(space, dtype, flags, wanted):
-    """With Box actions."""
     args = Args(normalize_observations=flags[0], normalize_rewards=flags[1])
     agent = ppo_jax.Agent(args, gym.spaces.Box(0, 255, (3,), dtype), space)
     state = jax.eval_shape(agent.init, KEY)
@@ -167,9 +161,6 @@ def test_unfinished_returns_are_left_out_of_what_goes_on():
 
     assert_trees_equal(agent.on_resume(state), state._replace(discounted_return=jnp.zeros(4)))
     assert_trees_equal(agent.learned(state), state._replace(discounted_return=()))
-
-
-# The loss and the epochs
 
 
 def random_batch(rng, space):
@@ -249,9 +240,6 @@ def test_epochs_take_every_row_once_up_to_the_target_kl(target_kl, epochs):
 
     assert_array_equal(state.params, epochs)
     assert metrics["losses/approx_kl"] == pytest.approx(epochs - 0.625)
-
-
-# First weights, and mistakes
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,6 @@ from on_policy import (
 KINDS = pytest.mark.parametrize("kind", ["box", "multi"])
 
 
-# Acting
-
-
 @BOTH
 @KINDS
 def test_actions_are_drawn_with_the_key_of_their_step(script, kind):
@@ -38,9 +35,6 @@ def test_actions_are_drawn_with_the_key_of_their_step(script, kind):
         key = jax.random.fold_in(KEY, 192 + 4 * t)
         draw = case.agent.actions.sample(jnp.float32(output[t]), key)
         assert_allclose(rollout.action[t], draw, rtol=1e-3, atol=1e-4)
-
-
-# The batch that train_step makes of a rollout
 
 
 @BOTH
@@ -120,9 +114,6 @@ def test_statistics_change_after_the_batch_is_made(script):
     jax.tree.map(partial(assert_allclose, rtol=1e-5), after.state.obs_rms, stats)
     assert_trees_equal(after.params, (case.state.params, after.state.obs_rms))
     assert after.state.return_rms.num_rows == rollout.valid.sum()
-
-
-# The train step
 
 
 @cache

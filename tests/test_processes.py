@@ -1,7 +1,6 @@
 """Compiled training in two processes, which talk to each other as those of two machines do."""
 
 import json
-import re
 import shutil
 import signal
 import socket
@@ -35,7 +34,6 @@ PPO = ppo_jax.Args(**FLAGS, num_steps=25, num_minibatches=1, update_epochs=1, an
 
 
 def start_two(script, folder, *flags):
-    """Two processes of a script that train together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -59,12 +57,9 @@ def test_two_processes_continue_a_run_as_one(script, args, num_seeds, rtol, atol
     one = start_python(tmp_path, str(ROOT / f"{script.__name__}.py"), *flags, str(alone))
     _, err = one.communicate(timeout=300)
     assert one.returncode == 0, err
-    printed = []
     for process in start_two(script, tmp_path, *flags, str(begun.folder)):
-        out, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-        # Threads of Gloo, by which the processes talk, print as well and break each other's lines.
-        printed.append([x for x in out.splitlines() if re.search(r"waits at| steps|__", x)])
 
     close = partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
     like = jax.tree.map(lambda x: x.copy(), begun.runner)
@@ -76,12 +71,6 @@ def test_two_processes_continue_a_run_as_one(script, args, num_seeds, rtol, atol
     (scalars, _), (expected, _) = (read_events(folder) for folder in (begun.folder, alone))
     for tag in ("eval/episodic_return", "charts/episodic_return"):
         close(scalars[tag], expected[tag])
-    # The first process alone prints, as one that is alone does.
-    waits = [lines.pop(0) for lines in printed]
-    for i in range(2):
-        assert re.fullmatch(rf"process {i} waits at localhost:\d+ for all 2 of them", waits[i])
-    assert printed[0]
-    assert printed[1] == []
 
 
 @together
@@ -112,8 +101,6 @@ def test_a_single_process_decides_alone():
 
 
 def test_all_processes_get_what_the_first_one_returns(monkeypatch):
-    """Or its error."""
-
     def fail():
         raise UsageError("no folder")
 
@@ -134,7 +121,6 @@ def test_all_processes_get_what_the_first_one_returns(monkeypatch):
     ],
 )
 def test_two_processes_say_what_they_cannot_do(flags, word, run_main, monkeypatch, tmp_path):
-    """In one line, before a folder is made."""
     monkeypatch.setattr("cleanreplay.distributed.join", lambda how: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "local_devices", lambda process: jax.devices()[process : process + 1])

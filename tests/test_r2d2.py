@@ -22,13 +22,11 @@ SMALL = dict(hidden_size=5, burn_in=2, train_length=4, n_step=3, period=2, num_e
 
 
 def make(**flags):
-    """An agent with small networks."""
     return R2D2(Args(**SMALL | flags), box(3), TWO)
 
 
 @cache
 def parameters(seed):
-    """Parameters of small networks."""
     return jax.jit(make().init)(jax.random.PRNGKey(seed)).params
 
 

@@ -39,7 +39,6 @@ def killed(saved):
 
 @pytest.mark.parametrize(("script", "flags"), [(dqn_jax, {}), (ppo_jax, {}), (dqn_jax, CHAINED)])
 def test_a_run_goes_on_bit_for_bit(script, flags):
-    """In ordinary and in compiled runs."""
     whole = saved_run(script, **flags)
     resumed = killed(whole).train()
 

@@ -23,15 +23,10 @@ KEY = jax.random.PRNGKey(10)
 
 
 def assert_close(actual, expected):
-    """Fails unless two trees are nearly the same."""
     jax.tree.map(partial(assert_allclose, rtol=1e-3, atol=1e-5), actual, expected)
 
 
-# The losses, and the same in NumPy with float64
-
-
 def hidden(params, name, x):
-    """The outputs of two hidden layers."""
     for i in range(2):
         x = np.maximum(dense(params[f"{name}_{i}"], x), 0)
     return x
@@ -42,7 +37,6 @@ def log_cosh(u):
 
 
 def plain_policy(actor, observation, noise):
-    """Actions and their log-probabilities."""
     params = jax.tree.map(np.float64, actor["params"])
     x = hidden(params, "actor", observation)
     mean = dense(params["mean"], x)
@@ -100,7 +94,6 @@ def example():
 
 
 def descended(params, gradient):
-    """Parameters after a gradient step."""
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
 
 
@@ -141,9 +134,6 @@ def test_the_losses_of_the_policy_are_what_numpy_gives():
     assert loss == pytest.approx((np.exp(-0.7) * log_prob - q)[batch.valid].mean(), rel=1e-4)
     assert_allclose(got_log_prob, log_prob, rtol=1e-4, atol=1e-4)
     assert alpha_loss == pytest.approx(np.exp(-0.7) * (2 - log_prob[batch.valid]).mean(), rel=1e-4)
-
-
-# Gradient steps
 
 
 def test_the_critics_follow_the_gradient_of_their_loss():
@@ -209,9 +199,6 @@ def test_the_policy_is_updated_at_its_frequency(frequency, steps, wanted):
         counts.append(int(state.policy.losses[0]))
 
     assert counts == wanted
-
-
-# The policy
 
 
 def test_the_log_probability_is_that_of_scipy_far_out():
@@ -283,9 +270,6 @@ def test_other_actions_are_a_usage_error(space):
 
     (line,) = str(caught.value).splitlines()
     assert str(space) in line
-
-
-# DroQ
 
 
 def test_layers_of_the_critics_are_normalised():

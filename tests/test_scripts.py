@@ -158,7 +158,6 @@ NOT_IN_A_CLONE = shutil.ignore_patterns(".*", "runs", "*.egg-info", "build")
 
 @pytest.mark.slow
 def test_pip_installs_all_that_a_copied_script_needs(tmp_path):
-    """It saves and resumes in another folder."""
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     source = shutil.copytree(ROOT, tmp_path / "source", ignore=NOT_IN_A_CLONE)

@@ -85,13 +85,6 @@ def test_a_success_that_is_no_number_is_left_out(given, number):
     np.testing.assert_equal(as_number(given), number)
 
 
-def test_what_the_environments_have_can_be_used():
-    envs = Successes(SyncVectorEnv([lambda: Coin(4, 3)] * 2))
-    envs.set_attr("length", [5, 6])
-
-    assert envs.get_attr("length") == (5, 6)
-
-
 def test_an_ordinary_run_has_charts_of_successes():
     """An entry has those of the episodes whose returns it has."""
     args = dqn_jax.Args(**SMALL_DQN | dict(train_frequency=40, gradient_steps=1))

@@ -195,12 +195,10 @@ def alone(tmp_path_factory):
 
 
 def own_folder(four, i):
-    """The folder of agent i."""
     return four.trainer.sweep.folder(four.folder, i)
 
 
 def params_of(state, i):
-    """The parameters of agent i."""
     return jax.tree.map(lambda x: np.asarray(x[i]), state.params)
 
 

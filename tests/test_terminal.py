@@ -16,7 +16,6 @@ ALL = [getattr(signal, name) for name in terminal.SIGNALS]
 
 
 def handlers():
-    """Returns what the three signals do now."""
     return [signal.getsignal(number) for number in ALL]
 
 

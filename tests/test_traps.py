@@ -12,7 +12,6 @@ import dqn_jax
 
 
 def train(script, **flags):
-    """Trains for 200 steps in Counter: what `train` returns."""
     return script.train(script.Args(**SMALL_DQN), script.Run(**COUNTER | flags))
 
 

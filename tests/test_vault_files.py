@@ -20,7 +20,6 @@ from cleanreplay.vault import Vault
 
 
 def open_vault(folder, **options):
-    """The vault of two environments in a folder."""
     return Vault(folder, ITEM, num_envs=2, **options)
 
 
