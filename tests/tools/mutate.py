@@ -71,6 +71,8 @@ def run(root: Path, mutant: dict, layers: str, seconds: float) -> str:
         try:
             done = subprocess.run([*command, *tests], check=False, **given)
         except subprocess.TimeoutExpired:
+            if tests is known:
+                return f"killed by {mutant['by']}, which does not end"
             return "not noticed before the time was over"
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
         if failed:
