@@ -185,7 +185,8 @@ class R2D2:
     """The algorithm, as pure functions of a `State`.
 
     `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `wrap_replay` may
-    make a replay with other batches, see cleanreplay/replays.py. A memory is a tuple
+    make a replay with other batches, see cleanreplay/replays.py; `wrap_network` a network that
+    learns on several devices, see cleanreplay/devices.py. A memory is a tuple
     (cell [N, H], hidden [N, H], last_action [N]). last_action is 1 + the action of the step before,
     and 0 if there was none; so a memory is zero at the start of an episode.
     """
@@ -197,6 +198,7 @@ class R2D2:
         action_space,
         shard_batch=lambda batch: batch,
         wrap_replay=lambda replay: replay,
+        wrap_network=lambda network: network,
     ):
         if not isinstance(action_space, gym.spaces.Discrete):
             what = f"R2D2 takes Discrete actions, not {action_space}"
@@ -214,7 +216,8 @@ class R2D2:
         memory = (carry, carry, np.int32(0))
         self.example_step = example_of(observation_space, np.int32(0), memory)
         seen = features_of(observation_space, (args.hidden_size,))
-        self.network: Any = QNetwork(self.num_actions, args.hidden_size, args.last_action, *seen)
+        network = QNetwork(self.num_actions, args.hidden_size, args.last_action, *seen)
+        self.network: Any = wrap_network(network)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         clip = optax.clip_by_global_norm(args.max_grad_norm)
         adam = optax.adam(args.learning_rate, eps=args.adam_epsilon)
@@ -295,21 +298,22 @@ class R2D2:
         """Computes n-step targets [L, B] of windows [L + n, B] with values [L + n, B]."""
         length = self.args.train_length
 
-        def following(x, first):  # [L * B, n]: for step t the rows t + first to t + first + n - 1
-            columns = [x[first + i : first + i + length].ravel() for i in range(self.args.n_step)]
+        def following(x, first):  # [L, B, n]: for step t the rows t + first to t + first + n - 1
+            columns = [x[first + i : first + i + length] for i in range(self.args.n_step)]
             return jnp.stack(columns, axis=-1)
 
-        reward, discount, num_steps = buffers.n_step_return(
+        n_step_return = jax.vmap(partial(buffers.n_step_return, gamma=self.args.gamma))
+        reward, discount, num_steps = n_step_return(
             following(window.reward, 0),
             following(window.terminated, 0),
             following(window.truncated, 0),
-            self.args.gamma,
         )
         # A step that only resets has the last observation of its episode, and the memory of it.
-        next_value = following(next_value, 1)[jnp.arange(len(num_steps)), num_steps - 1]
+        last = num_steps[..., None] - 1
+        next_value = jnp.take_along_axis(following(next_value, 1), last, axis=-1)[..., 0]
         if self.args.rescale_values:
-            return rescale(reward + discount * unscale(next_value)).reshape(length, -1)
-        return (reward + discount * next_value).reshape(length, -1)
+            return rescale(reward + discount * unscale(next_value))
+        return reward + discount * next_value
 
     def loss(self, params, target_params, window: Step, weights):
         """Returns the weighted mean squared TD error of windows [W, B, ...]; metrics, TD errors."""

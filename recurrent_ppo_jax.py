@@ -323,13 +323,19 @@ def gae(rollout: Step, value, next_value, gamma: float, gae_lambda: float):
 class RecurrentPPO:
     """The algorithm, as pure functions of a `State`.
 
-    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. A memory is a tuple
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py; `wrap_network` makes
+    a network that learns on several devices, see cleanreplay/devices.py. A memory is a tuple
     (cell [N, H], hidden [N, H], last_action [N, A]). last_action is the action of the step before
     encoded, and 0 if there was none; so a memory is zero at the start of an episode.
     """
 
     def __init__(
-        self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
+        self,
+        args: Args,
+        observation_space,
+        action_space,
+        shard_batch=lambda batch: batch,
+        wrap_network=lambda network: network,
     ):
         if isinstance(action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
             self.actions: Any = Categorical(action_space)
@@ -355,7 +361,8 @@ class RecurrentPPO:
         orthogonal = nn.initializers.orthogonal(2**0.5)
         seen = features_of(observation_space, (args.hidden_size,), init=orthogonal)
         outputs = (self.actions.num_outputs, self.actions.has_log_std)
-        self.network: Any = ActorCritic(*outputs, args.hidden_size, args.last_action, *seen)
+        network = ActorCritic(*outputs, args.hidden_size, args.last_action, *seen)
+        self.network: Any = wrap_network(network)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
 
     def optimizer(self, learning_rate):

@@ -27,11 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import buffers
 from cleanreplay import disk, distributed
+from cleanreplay.devices import SplitNetwork, make_mesh, split
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, log_returns, play_episodes
 from cleanreplay.jax_envs import JaxEnvs, JaxEnvState
@@ -41,26 +42,6 @@ from cleanreplay.sweep import Sweep, replace_args
 
 MAX_ENTRIES = 100  # log entries in one call of the compiled program
 LONG_CALL = 0.5  # seconds; calls that take less are doubled
-
-
-def make_mesh(num_agents: int, num_envs: int, num_devices: int) -> Mesh:
-    """Arranges the devices ["seeds", "envs"] of a run, `num_devices` of each process.
-
-    gcd(num_agents, devices) agents are placed side by side; each gets the devices that are left.
-    """
-    devices = []
-    for process in range(jax.process_count()):
-        local = jax.local_devices(process)
-        if len(local) < num_devices:
-            raise UsageError(f"num_devices: {num_devices} are wanted, {len(local)} are there")
-        devices += local[:num_devices]
-    side_by_side = math.gcd(num_agents, len(devices))
-    grid = np.reshape(devices, (side_by_side, -1))
-    per_agent = grid.shape[1]
-    if num_envs % per_agent > 0:
-        text = f"num_devices: {per_agent} devices for each agent do not divide its {num_envs}"
-        raise UsageError(f"{text} environments")
-    return Mesh(grid, ("seeds", "envs"))
 
 
 class RunnerState(NamedTuple):
@@ -118,17 +99,17 @@ class Trainer:
         self.make_agent = make_agent
         self.jax_env = jax_env
         self.run = run
+        self.args = make_agent.args[0]
+        self.sweep = Sweep(self.args, run)
+        self.mesh = make_mesh(len(self.sweep), self.args.num_envs, run.num_devices)
         self.place_agent(make_agent)
         agent: Any = self.agent
-        self.args = agent.args
-        self.sweep = Sweep(self.args, run)
         self.iterations = math.ceil(run.log_interval / agent.steps_per_iteration)
         self.interval = self.iterations * agent.steps_per_iteration  # steps between two log entries
         self.limit = 1  # log entries in one call of the compiled program
         self.max_entries = MAX_ENTRIES
         if saves_experience(agent):  # the vault is written after each call
             self.max_entries = min(MAX_ENTRIES, agent.args.buffer_size // self.interval)
-        self.mesh = make_mesh(len(self.sweep), agent.args.num_envs, run.num_devices)
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         evaluate_all = jax.vmap(self.evaluate_one, spmd_axis_name="seeds")
         self.evaluate_all = jax.jit(evaluate_all, out_shardings=self.replicated)
@@ -142,7 +123,10 @@ class Trainer:
 
     def place_agent(self, make_agent: Callable) -> None:
         """Makes the agent that is trained, and its environments."""
-        self.agent = make_agent(shard_batch=self.shard_batch)
+        recurrent = {}
+        if takes(make_agent, "wrap_network"):
+            recurrent["wrap_network"] = lambda network: SplitNetwork(network, self.mesh)
+        self.agent = make_agent(shard_batch=self.shard_batch, **recurrent)
         time_limit = self.jax_env.spec.max_episode_steps
         self.envs = JaxEnvs(self.agent, self.jax_env.unwrapped.func_env, time_limit)
 
@@ -160,13 +144,10 @@ class Trainer:
         return one.run_entry(one.init_one(jnp.uint32(0)), jnp.int32(0))
 
     def shard_batch(self, batch: Any) -> Any:
-        """Splits a batch [B, ...] over the devices that train an agent together."""
-        devices = self.mesh.shape["envs"]
+        """Splits a batch [B, ...] over the devices of an agent, if they divide it."""
         rows = len(jax.tree.leaves(batch)[0])
-        if devices == 1 or rows % devices > 0:
-            return batch
-        rows_on = NamedSharding(self.mesh, PartitionSpec("envs"))
-        return jax.lax.with_sharding_constraint(batch, rows_on)
+        devices = self.mesh.shape["envs"]
+        return split(batch, self.mesh) if devices > 1 and rows % devices == 0 else batch
 
     def init_one(self, seed: Any, values: Any = ()) -> RunnerState:
         """Makes the RunnerState of an agent before the first step."""
@@ -434,7 +415,7 @@ def train(
 
     Args:
       make_agent: makes an `protocol.Agent`. Its first argument is Args. It takes `shard_batch`, a
-        function that splits a batch over devices.
+        function that splits a batch over devices. If it takes `wrap_network`, see `SplitNetwork`.
       make_envs: makes environments that are stepped from Python, for a video.
       make_log: makes an `protocol.Log`, the `Log` of an agent in a folder.
       script: the file that trains.
@@ -449,6 +430,7 @@ def train(
     run_folder = RunFolder(trainer.agent, kept_run, folder, script, stop, env_spaces)
     with run_folder, ExitStack() as stack:
         runner = run_folder.begin(trainer.init, on_resume=lambda runner: runner)
+        trainer.sweep.lost.update(run_folder.lost)
         run_folder.write_experience(runner.agent)
         returns = np.array(run_folder.recent_returns or [math.nan] * len(trainer.sweep))
         logs = open_logs(trainer, run_folder, make_log, returns)

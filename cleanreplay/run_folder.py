@@ -53,6 +53,7 @@ class RunFolder(AbstractContextManager):
         self.env_spaces = env_spaces or {}
         self.first_step = 0  # of the start or the resume
         self.recent_returns: list = []  # those that were restored
+        self.lost: list = []  # agents that had diverged
         self.checkpoints: Checkpoints | None = None  # these two with --checkpoint-interval
         self.best: agent_file.BestAgent | None = None
         self.vault: Any = None  # the experience on disk, with --save-experience
@@ -79,7 +80,7 @@ class RunFolder(AbstractContextManager):
     def begin(self, init: Callable, on_resume: Callable) -> Any:
         """Begins the run. Returns the State of `init()`, or with --resume that of a checkpoint.
 
-        That is `on_resume` of the newest one. Sets `first_step` and `recent_returns`.
+        That is `on_resume` of the newest one. Sets `first_step`, `recent_returns` and `lost`.
         """
         run = self.run
         is_first_process = jax.process_index() == 0
@@ -147,6 +148,7 @@ class RunFolder(AbstractContextManager):
             raise UsageError(f"resume: {steps} steps were made, more than {total}")
         self.first_step, state, about = checkpoints.restore(state)
         self.recent_returns = [math.nan if x is None else x for x in about["returns"]]
+        self.lost = about.get("lost", [])
         return state
 
     def write_flags(self) -> None:

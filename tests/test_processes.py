@@ -13,7 +13,8 @@ import pytest
 from helpers import ROOT, read_events, start_python, train_compiled
 
 import dqn_jax
-import ppo_jax
+import r2d2_jax
+import recurrent_ppo_jax
 from cleanreplay import UsageError, checkpoints, distributed
 
 
@@ -30,7 +31,9 @@ ENV = dict(env_id="phys2d/CartPole-v1", log_interval=500)
 FLAGS = dict(total_timesteps=1_000, num_envs=4)
 # Learning begins late: rounding differs, and learning makes much of that in time.
 DQN = dqn_jax.Args(**FLAGS, learning_starts=450, batch_size=32, start_e=0.5, end_e=0.5)
-PPO = ppo_jax.Args(**FLAGS, num_steps=25, num_minibatches=1, update_epochs=1, anneal_lr=False)
+R2D2 = r2d2_jax.Args(**FLAGS, learning_starts=490, train_frequency=100, hidden_size=8)
+PPO = dict(num_steps=25, sequence_length=5, num_minibatches=1, update_epochs=1, anneal_lr=False)
+PPO = recurrent_ppo_jax.Args(**FLAGS | PPO, hidden_size=8)
 
 
 def start_two(script, folder, *flags):
@@ -45,8 +48,11 @@ def start_two(script, folder, *flags):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "args", "num_seeds", "rtol", "atol"),
-    [(dqn_jax, DQN, 4, 0, 0), (ppo_jax, PPO, 1, 1e-3, 3e-4)],
-    ids=["a seed in each", "environments of one agent in each"],
+    [
+        (dqn_jax, DQN, 4, 0, 0),  # two agents in each
+        (r2d2_jax, R2D2, 1, 1e-3, 3e-4),  # two environments in each
+        (recurrent_ppo_jax, PPO, 1, 1e-3, 3e-4),
+    ],
 )
 def test_two_processes_continue_a_run_as_one(script, args, num_seeds, rtol, atol, tmp_path):
     """Bit for bit, or up to rounding."""

@@ -9,7 +9,7 @@ import pytest
 from helpers import make_trainer
 
 import dqn_jax
-from cleanreplay import compiled
+from cleanreplay import compiled, devices
 from cleanreplay.compiled import Entry, RunnerState, Trainer
 from cleanreplay.sweep import Sweep
 from dqn_jax import Step
@@ -175,6 +175,6 @@ def test_an_evaluation_has_a_key_that_training_never_has(seed, expected):
     [(4, 2, (2, 1)), (1, 2, (1, 2)), (2, 4, (2, 2)), (3, 2, (1, 2)), (6, 4, (2, 2))],
 )
 def test_devices_are_shared_by_agents_and_environments(num_agents, num_devices, shape):
-    mesh = compiled.make_mesh(num_agents, num_envs=4, num_devices=num_devices)
+    mesh = devices.make_mesh(num_agents, num_envs=4, num_devices=num_devices)
 
     assert tuple(mesh.shape.items()) == (("seeds", shape[0]), ("envs", shape[1]))
