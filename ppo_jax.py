@@ -1,6 +1,6 @@
 """PPO, the clipped variant: Schulman et al. 2017, arXiv 1707.06347. CleanReplay, MIT license.
 
-    python ppo_jax.py --env-id CartPole-v1 --num-envs 64
+    python ppo_jax.py --env-id CartPole-v1
     python ppo_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10
 
 Read `train_loop` first: N environments take S steps in `collect_rollout`, then the agent learns

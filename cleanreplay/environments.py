@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from difflib import get_close_matches
 from contextlib import closing
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -38,11 +39,11 @@ def make_first(run: Any, make_envs: Callable) -> Any:
         if module:
             importlib.import_module(module)  # registers its environments
         spec = gym.spec(name)
-    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
+    except gym.error.Error as error:
+        near = get_close_matches(name, gym.registry, 1)
         hint = "--env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module"
-        raise UsageError(f"{what}: {error} {hint}") from error
-    except gym.error.Error as error:  # such as no such version
-        raise UsageError(f"{what}: {error}") from error
+        hint = f"the nearest is {near[0]}" if near else hint
+        raise UsageError(f"{what}: {error} ({hint})") from error
     except ModuleNotFoundError as error:
         hint = ": pip install ale-py" if module == "ale_py" else ""
         raise UsageError(f"{what}: {error}{hint}") from error

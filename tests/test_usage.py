@@ -36,6 +36,7 @@ MISTAKES = [
     (dqn_jax, "--env-id NoSuchThing-v0", "ale_py:ALE/Pong-v5"),
     (dqn_jax, "--env-id ../x:Y-v0", "../x is not the name of a module"),
     (dqn_jax, "--env-id no_such_module:Nothing-v0", "no_such_module"),
+    (dqn_jax, "--env-id CartPole", "CartPole-v1"),
     (dqn_jax, "--env-id environments:CounterSameStep-v0", "NEXT_STEP"),
     (dqn_jax, "--env-id environments:Blind-v0", "no numbers"),
     (dqn_jax, "--env-id environments:VectorOnly-v0 --vectorization async", "VectorOnly-v0"),
