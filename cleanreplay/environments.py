@@ -9,8 +9,8 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from difflib import get_close_matches
 from contextlib import closing
+from difflib import get_close_matches
 from functools import partial
 from tempfile import TemporaryDirectory
 from textwrap import shorten
