@@ -18,6 +18,7 @@
     vault         experience on disk
     jax_envs      environments written in JAX, stepped together
     compiled      trains in them, and many agents at once
+    devices       agents, and the batches of one agent, divided over devices
     sweep         agents with other values of some flags
     distributed   several processes that train together
     memory_tasks  two environments that take memory
