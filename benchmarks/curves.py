@@ -1,6 +1,6 @@
 """Learning curves of your own runs: a picture for each environment, a line for each script.
 
-    pip install -e ".[bench]"
+    pip install -e ".[plot]"
     python benchmarks/curves.py runs/CartPole-v1__* --output curves
 
 A line is the mean over the runs with the same `--exp-name`, such as those of several seeds, and

@@ -77,7 +77,7 @@ def output_of(flags: Flags) -> Path | None:
     elif any(os.environ.get(x) for x in ("DISPLAY", "WAYLAND_DISPLAY")) or sys.platform != "linux":
         return None
     else:
-        output = agent / "agent.gif" if agent.is_dir() else agent.with_suffix(".gif")
+        output = Path("agent.gif" if agent.is_dir() else f"{agent.stem}.gif")
     if output.suffix not in (".gif", ".mp4"):
         raise UsageError(f"output must end in .gif or .mp4, not {output}")
     if not os.access(output.absolute().parent, os.W_OK):

@@ -1,5 +1,6 @@
 """cleanreplay/watch.py: it shows an agent in a file or a window, and prints what it reaches."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -100,7 +101,9 @@ def test_an_episode_ends_after_the_most_steps_of_an_evaluation():
 
 def test_the_return_is_that_of_load_policy(capsys):
     save_agent(dqn_jax, "CartPole-v1")
-    returns = watch.watch(Flags("best.safetensors", episodes=2, seed=7))
+    Path("elsewhere").mkdir()
+    shutil.copy("best.safetensors", "elsewhere")
+    returns = watch.watch(Flags("elsewhere/best.safetensors", episodes=2, seed=7))
 
     assert returns == [play_by_hand("CartPole-v1", seed) for seed in (7, 8)]
     printed = capsys.readouterr().out.splitlines()
