@@ -40,7 +40,7 @@ def make_first(run: Any, make_envs: Callable) -> Any:
             importlib.import_module(module)  # registers its environments
         spec = gym.spec(name)
     except gym.error.Error as error:
-        near = get_close_matches(name, gym.registry, 1)
+        near = get_close_matches(name, gym.registry, 1, cutoff=0.8)
         hint = "--env-id MODULE:ID, such as ale_py:ALE/Pong-v5, imports its module"
         hint = f"the nearest is {near[0]}" if near else hint
         raise UsageError(f"{what}: {error} ({hint})") from error
