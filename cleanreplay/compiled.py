@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import buffers
 from cleanreplay import disk, distributed
-from cleanreplay.devices import SplitNetwork, make_mesh, split
+from cleanreplay.devices import SplitNetwork, make_mesh, num_parts, split
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, log_returns, play_episodes
 from cleanreplay.jax_envs import JaxEnvs, JaxEnvState
@@ -145,9 +145,8 @@ class Trainer:
 
     def shard_batch(self, batch: Any) -> Any:
         """Splits a batch [B, ...] over the devices of an agent, if they divide it."""
-        rows = len(jax.tree.leaves(batch)[0])
-        devices = self.mesh.shape["envs"]
-        return split(batch, self.mesh) if devices > 1 and rows % devices == 0 else batch
+        batch_size = len(jax.tree.leaves(batch)[0])
+        return split(batch, self.mesh) if num_parts(self.mesh, batch_size) > 1 else batch
 
     def init_one(self, seed: Any, values: Any = ()) -> RunnerState:
         """Makes the RunnerState of an agent before the first step."""

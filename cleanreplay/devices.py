@@ -31,6 +31,12 @@ def make_mesh(num_agents: int, num_envs: int, num_devices: int) -> Mesh:
     return Mesh(grid, ("seeds", "envs"))
 
 
+def num_parts(mesh: Mesh, batch_size: int) -> int:
+    """Returns into how many parts a batch is split: one for each device of an agent, or 1."""
+    devices = mesh.shape["envs"]
+    return devices if batch_size % devices == 0 else 1
+
+
 def split(tree: Any, mesh: Mesh, axis: int = 0) -> Any:
     """Divides an axis of all arrays over the devices of an agent."""
     parts = PartitionSpec(*[None] * axis, "envs")
@@ -56,9 +62,8 @@ class SplitNetwork(NamedTuple):
 
         Returns its outputs [W, B, ...], and the carry after them.
         """
-        devices = self.mesh.shape["envs"]
-        batch_size = len(jax.tree.leaves(carry)[0])
-        if devices == 1 or batch_size % devices > 0:
+        devices = num_parts(self.mesh, len(jax.tree.leaves(carry)[0]))
+        if devices == 1:
             return self.network.apply(params, carry, *steps)
 
         def parts(tree: Any, axis: int) -> Any:  # the axis of the batch becomes [devices, B]

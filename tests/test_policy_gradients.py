@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 from numpy.testing import assert_allclose, assert_array_equal
 from on_policy import (
+    BOTH,
     BOX,
     DISCRETE,
     KEY,
@@ -30,10 +31,11 @@ from ppo_jax import Args, Categorical, Gaussian
 IMAGES = gym.spaces.Box(0, 255, (10, 10, 2), np.uint8)
 
 
+@BOTH
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_log_probabilities_and_entropies_are_scipys(space):
+def test_log_probabilities_and_entropies_are_scipys(script, space):
     rng = np.random.default_rng(0)
-    actions = Gaussian(BOX) if space is BOX else Categorical(space)
+    actions = script.Gaussian(BOX) if space is BOX else script.Categorical(space)
     width = actions.num_outputs * (2 if actions.has_log_std else 1)
     output = rng.normal(size=(20, 10, width)).astype(np.float32)
     if space is BOX:
