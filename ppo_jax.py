@@ -506,7 +506,7 @@ def train_loop(agent: PPO, envs, log, key) -> State:
     init_key, act_key, learn_key = jax.random.split(key, 3)
     state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the one that is resumed
     params = agent.policy_params(state)
-    train_step = jax.jit(agent.train_step)
+    train_step = log.jit(agent.train_step)
     with log.saves_on_error(log.first_step):
         env_state = reset(envs, init_key, log.first_step)
 
@@ -531,7 +531,7 @@ ENV_ID = "CartPole-v1"  # of a run without --env-id
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of the experiment. Several agents, devices or processes need an environment in JAX."""
+    """Flags of the experiment. Several agents or devices need an environment in JAX."""
 
     exp_name: str = Path(__file__).stem  # part of the folder's name
     env_id: str = ENV_ID  # Gymnasium environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports MODULE
@@ -662,6 +662,10 @@ class Log(AbstractContextManager):
         self.open(first_step=0)
         return init()
 
+    def jit(self, train_step, **how):
+        """Compiles `train_step`."""
+        return jax.jit(train_step, **how)
+
     def saves_on_error(self, step: int, learned=None):
         """In `with`: if the environments fail, nothing is saved here."""
         return nullcontext()
@@ -740,6 +744,8 @@ def train(args: Args, run: Run, stop: list | None = None):
     if jax_env:
         script = (make_agent, make_more, Log, __file__)
         return cleanreplay.compiled.train(*script, jax_env, env_spaces, run, folder, stop)
+    if cleanreplay and jax.process_count() > 1:  # each steps a share of the environments
+        make_more = partial(cleanreplay.shares.make_envs, make_more)
     agent = make_agent()
     log = Log(agent, run, folder, stop)
     experiment: Any = log
@@ -747,7 +753,7 @@ def train(args: Args, run: Run, stop: list | None = None):
         experiment = cleanreplay.experiment.Experiment(log, agent, make_more, __file__, env_spaces)
     with experiment, closing(make_more(args.num_envs, training=True)) as envs:
         state = train_loop(agent, envs, experiment, jax.random.PRNGKey(run.seed))
-    return state, np.array([log.mean_return()]), folder
+    return state, np.array([log.mean_return()]), log.folder
 
 
 def main():

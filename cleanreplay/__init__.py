@@ -21,6 +21,7 @@
     devices       agents, and the batches of one agent, divided over devices
     sweep         agents with other values of some flags
     distributed   several processes that train together
+    shares        one agent in several processes, each with a share of its environments
     memory_tasks  two environments that take memory
     bit_flipping  an environment with goals
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         networks,
         packed,
         replays,
+        shares,
         spaces,
         vault,
     )

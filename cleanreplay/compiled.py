@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -424,10 +423,8 @@ def train(
     """
     trainer = Trainer(make_agent, jax_env, run)
     check_flags(trainer.args, run, len(trainer.sweep))
-    kept_run = replace(run, distributed="", track=run.track and jax.process_index() == 0)
-    folder = distributed.of_first(lambda: folder)
-    run_folder = RunFolder(trainer.agent, kept_run, folder, script, stop, env_spaces)
-    with run_folder, ExitStack() as stack:
+    run_folder = RunFolder(trainer.agent, run, folder, script, stop, env_spaces)
+    with distributed.ends_together(), run_folder, ExitStack() as stack:
         runner = run_folder.begin(trainer.init, on_resume=lambda runner: runner)
         trainer.sweep.lost.update(run_folder.lost)
         run_folder.write_experience(runner.agent)
@@ -440,7 +437,7 @@ def train(
     for i, mean_return in enumerate(returns):
         label = trainer.sweep.label(i)
         tqdm.write(f"{label}: mean return of the last episodes {mean_return:.2f}")
-    return runner.agent, returns, folder
+    return runner.agent, returns, run_folder.path
 
 
 def train_loop(
@@ -465,8 +462,9 @@ def train_loop(
         count = trainer.num_entries(step)
         end = step + count * trainer.interval
         began = time.monotonic()
-        runner, entries = run_entries(runner, step, count)
-        entries = jax.tree.map(lambda x: np.asarray(x)[:, :count], entries)  # noqa: B023
+        with distributed.lost_process():
+            runner, entries = run_entries(runner, step, count)
+            entries = jax.tree.map(lambda x: np.asarray(x)[:, :count], entries)  # noqa: B023
         seconds = time.monotonic() - began
         trainer.adapt(distributed.any_process(seconds > LONG_CALL))
         finished.extendleft(entries.finished.swapaxes(0, 1))

@@ -1,17 +1,26 @@
-"""Joins processes that train together, with `jax.distributed`."""
+"""Joins processes that train together, with `jax.distributed`, and ends them together."""
 
+import json
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from cleanreplay.errors import UsageError
+from cleanreplay.errors import LostProcessError, UsageError
+
+HEARTBEAT = 10  # seconds without a sign of life after which a process counts as gone
+LOST = (
+    "distributed: another process ended, and so does this one. The first process saves what was "
+    "learned; if it was the one that ended, its last checkpoint stays"
+)
 
 
 def join(how: str) -> None:
@@ -23,23 +32,66 @@ def join(how: str) -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it waits, Ctrl-C ends it
     try:
         if how == "auto":
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT)
         else:
             address, processes, own_id = how.split(",")
             print(f"process {own_id} waits at {address} for all {processes} of them", flush=True)
-            jax.distributed.initialize(address, int(processes), int(own_id))
+            jax.distributed.initialize(
+                address, int(processes), int(own_id), heartbeat_timeout_seconds=HEARTBEAT
+            )
+        gather(np.uint8(0))  # they connect now: JAX waits half a minute for that, and then for ever
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"distributed: {error}") from error
+        first_line = str(error).partition("\n")[0]
+        raise UsageError(f"distributed: {first_line}") from error
     signal.signal(signal.SIGINT, handler)
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the end
+
+
+def gather(x: Any) -> np.ndarray:
+    """Gathers an array of the same shape and dtype from all P processes: [P, ...].
+
+    LostProcessError if one of them has ended.
+    """
+    with lost_process():
+        return multihost_utils.process_allgather(x)
+
+
+@contextmanager
+def lost_process() -> Iterator[None]:
+    """Makes the error of a collective in `with` LostProcessError, if another process has ended."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if jax.process_count() == 1 or not any(name in str(error) for name in ("Gloo", "NCCL")):
+            raise
+        raise LostProcessError(LOST) from error
+
+
+@contextmanager
+def ends_together() -> Iterator[None]:
+    """Ends this process at once after an error in `with`, if others train with it.
+
+    Otherwise the end of Python would wait for them. They see that this one has ended.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        if isinstance(error, UsageError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(2 if isinstance(error, UsageError) else 1)
 
 
 def any_process(condition: bool) -> bool:
     """Returns whether the condition holds in any of the processes, which all call this."""
     if jax.process_count() == 1:
         return condition
-    return bool(multihost_utils.process_allgather(np.bool_(condition)).any())
+    return bool(gather(np.bool_(condition)).any())
 
 
 def of_first(call: Callable[[], Any]) -> Any:
@@ -55,12 +107,29 @@ def of_first(call: Callable[[], Any]) -> Any:
             sent = pickle.dumps((call(), None))
         except Exception as reason:
             sent = pickle.dumps((None, reason))
-    size = multihost_utils.broadcast_one_to_all(np.int32(len(sent)))
-    padded = np.frombuffer(sent.ljust(int(size)), np.uint8)
-    result, error = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    with lost_process():
+        # Two numbers, because JAX has int32 only.
+        size = multihost_utils.broadcast_one_to_all(np.array(divmod(len(sent), 2**30), np.int32))
+        padded = np.frombuffer(sent.ljust(int(size[0]) * 2**30 + int(size[1])), np.uint8)
+        result, error = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
     if error is not None:
         raise error
     return result
+
+
+def check_same(facts: dict[str, Any]) -> None:
+    """Raises UsageError in all processes if one of them has another value of a fact."""
+    if jax.process_count() == 1:
+        return
+    sent = np.frombuffer(json.dumps({k: str(x) for k, x in facts.items()}).encode(), np.uint8)
+    sizes = gather(np.int32(sent.size))
+    received = gather(np.pad(sent, (0, sizes.max() - sent.size)))
+    first, *others = (json.loads(bytes(x[:n])) for x, n in zip(received, sizes, strict=True))
+    for i, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                text = f"{name} is {value} in the first process, {other.get(name)} in process {i}"
+                raise UsageError(f"distributed: {text}: it must be the same in all")
 
 
 class NoWriter:

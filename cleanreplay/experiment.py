@@ -10,9 +10,9 @@ import numpy as np
 from tqdm import tqdm
 
 import buffers
-from cleanreplay import protocol
+from cleanreplay import distributed, protocol, shares
 from cleanreplay.environments import Successes, rate
-from cleanreplay.errors import NotFiniteError, UsageError
+from cleanreplay.errors import LostProcessError, NotFiniteError, UsageError
 from cleanreplay.protocol import Agent, Log
 from cleanreplay.run_folder import RunFolder, check_finite
 
@@ -42,10 +42,15 @@ class Experiment(AbstractContextManager):
         self.agent = agent
         self.run = log.run
         self.make_envs = make_envs
-        self.run_folder = RunFolder(agent, log.run, log.folder, script, log.stop, env_spaces)
+        self.is_first = jax.process_index() == 0  # it alone logs, saves and evaluates
+        # With other processes a signal ends the run when all of them have heard of it.
+        self.signals: list = log.stop if jax.process_count() == 1 else []
+        self.run_folder = RunFolder(agent, log.run, log.folder, script, self.signals, env_spaces)
+        log.folder = self.run_folder.path
         self.on_exit = ExitStack()
         self.envs: Any = None  # those that train
-        self.learned: tuple = ()  # the State and the parameters of the last iteration
+        self.exchange: shares.Exchange | None = None  # with other processes
+        self.learned: tuple = ()  # the last iteration: its end, the State and the parameters
         self.counted: list = []  # successes that are to be logged
 
     def __getattr__(self, name: str) -> Any:
@@ -53,6 +58,7 @@ class Experiment(AbstractContextManager):
         return getattr(self.log, name)
 
     def __enter__(self) -> "Experiment":
+        self.on_exit.enter_context(distributed.ends_together())
         self.on_exit.enter_context(self.run_folder)
         self.on_exit.push(self.log.__exit__)  # first, so that the folder hears of its errors
         return self
@@ -65,12 +71,31 @@ class Experiment(AbstractContextManager):
         self.envs = envs
         folder = self.run_folder
         state = folder.begin(init, partial(protocol.on_resume, self.agent))
-        self.log.open(folder.first_step, folder.recent_returns)
+        others = () if self.is_first else (True, distributed.NoWriter())
+        self.log.open(folder.first_step, folder.recent_returns, *others)
         folder.write_header(self.log.writer)
         folder.write_experience(state)
         if self.log.first_step >= self.log.total:  # a complete run is only evaluated
             self.evaluate(self.log.first_step, state, self.agent.policy_params(state))
         return state
+
+    def jit(self, train_step: Callable, **how: Any) -> Callable:
+        """Compiles `train_step`. With --distributed it learns from the steps of all processes."""
+        learn = jax.jit(train_step, **how)
+        if jax.process_count() == 1:
+            return learn
+        frame_stack = self.agent.args.frame_stack
+        self.exchange = shares.Exchange(learn, self.envs, frame_stack, self.signals)
+        self.on_exit.push(self.leave)
+        return self.exchange
+
+    def leave(self, kind: Any, error: Any, traceback: Any) -> None:
+        """Leaves the other processes. If one of them is lost, saves what was learned before."""
+        if isinstance(error, LostProcessError) and self.learned:
+            end, state, params = self.learned
+            self.run_folder.save(end, state, params, self.log.recent_returns)
+        if self.exchange:
+            self.exchange.end(error)
 
     @contextmanager
     def saves_on_error(self, step: int, learned: Callable | None = None) -> Iterator[None]:
@@ -85,7 +110,7 @@ class Experiment(AbstractContextManager):
             error.add_note(f"in {self.run.env_id} at step {step} of {self.run_folder.path}")
             end_processes(self.envs, error)
             if step > self.log.first_step:
-                state, params, *_ = learned() if learned else self.learned
+                state, params, *_ = learned() if learned else self.learned[1:]
                 try:
                     self.run_folder.save(step, state, params, self.log.recent_returns)
                 except NotFiniteError as diverged:
@@ -95,6 +120,8 @@ class Experiment(AbstractContextManager):
     def count_episodes(self, step: int, rollout: Any) -> None:
         """Keeps the returns of the episodes that end in a rollout, which began at `step`."""
         check_rollout(rollout, self.run, step)
+        if self.exchange:  # those of all processes are counted at the end of the iteration
+            return
         self.log.count_episodes(step, rollout)
         if self.envs.ended:  # those of the next rollout are among them
             count = int((rollout.terminated | rollout.truncated).sum())
@@ -106,7 +133,11 @@ class Experiment(AbstractContextManager):
         run = self.run
         step = end - self.agent.steps_per_iteration
         check_metrics(metrics)
-        self.learned = (state, params)
+        self.learned = (end, state, params)
+        if self.exchange:
+            self.log.count_episodes(step, self.exchange.rollout)
+            self.counted += self.exchange.successes
+            self.log.stop.extend(self.exchange.stop)
         ends = end >= self.total or len(self.log.stop) > 0
         if self.counted and (ends or buffers.is_due(run.log_interval, step, end)):
             metrics = metrics | {"charts/success_rate": rate(self.counted)}
@@ -116,6 +147,8 @@ class Experiment(AbstractContextManager):
             check_finite(params, self.run_folder.path)
             self.run_folder.write_experience(state)
         if is_last or buffers.is_due(run.checkpoint_interval, step, end):
+            if self.exchange:
+                self.exchange.checksum = shares.checksum(params)
             self.run_folder.save(end, state, params, self.log.recent_returns)
         if is_last or buffers.is_due(run.eval_interval, step, end):
             self.evaluate(end, state, params)
@@ -123,7 +156,9 @@ class Experiment(AbstractContextManager):
 
     def evaluate(self, step: int, state: Any, params: Any) -> None:
         """Logs the returns of an evaluation, saves the best agent, and records a video."""
-        run, stop = self.run, self.log.stop
+        if not self.is_first:
+            return
+        run, stop = self.run, self.signals
         returns = np.zeros(0)
         play = partial(play_episodes, self.agent, run, params, stop=stop)
         if run.eval_episodes > 0 and not stop:

@@ -113,10 +113,11 @@ def check(args: Any, run: Any, make_envs: Callable) -> Any:
     if Path(run.resume).is_file():
         text = f"resume: {run.resume} is an agent, and no folder of a run"
         raise UsageError(f"{text}: --init-from begins with it")
-    check_flags(args, run)
-    envs = environments.make_first(run, make_envs)
-    if run.capture_video:
-        environments.check_video(make_envs, envs.single_observation_space)
+    with distributed.ends_together():
+        check_flags(args, run)
+        envs = environments.make_first(run, make_envs)
+        if run.capture_video and jax.process_index() == 0:
+            environments.check_video(make_envs, envs.single_observation_space)
     return envs
 
 

@@ -204,9 +204,9 @@ def find_jax_env(envs: Any, run: Any) -> Any:
     why = why_not_compiled(envs, env, run)
     if not why:
         return env
-    if run.num_seeds > 1 or run.sweep or run.num_devices > 1 or run.distributed:
+    if run.num_seeds > 1 or run.sweep or run.num_devices > 1:
         how = "start a run for each agent instead, see docs/scale.md"
-        flags = "num_seeds, sweep, num_devices, distributed"
+        flags = "num_seeds, sweep, num_devices"
         raise UsageError(f"{flags}: {run.env_id} {why}; {how}")
     if hasattr(env.unwrapped, "func_env") and run.vectorization == "auto":
         tqdm.write(f"{run.env_id} {why}")

@@ -2,9 +2,12 @@
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ import numpy as np
 
 from cleanreplay import agent_file, disk, flags, offline, protocol, replays, terminal, tracking
 from cleanreplay.checkpoints import Checkpoints, newest
-from cleanreplay.distributed import of_first
+from cleanreplay.distributed import check_same, of_first
 from cleanreplay.errors import NotFiniteError, UsageError
+from cleanreplay.flags import PLACES
 
 DONATED = (
     "`state` is overwritten while a thread learns from it: use it after `learning.result()`, or "
@@ -45,9 +49,10 @@ class RunFolder(AbstractContextManager):
         stop: list,
         env_spaces: dict | None = None,
     ) -> None:
+        self.is_first_process = jax.process_index() == 0
         self.agent = agent
-        self.run = run
-        self.path = folder
+        self.run = replace(run, distributed="", track=run.track and self.is_first_process)
+        self.path = of_first(lambda: folder)
         self.script = Path(script).absolute()
         self.stop = stop
         self.env_spaces = env_spaces or {}
@@ -64,12 +69,22 @@ class RunFolder(AbstractContextManager):
         check_experience(agent, run)
         self.before = flags.check_resume(args, run) if run.resume else (run, args)
         self.about = self.flags()
+        check_same(self.facts())
 
     def flags(self) -> dict:
         """Returns what args.json has."""
         args = flags.with_absolute_places(vars(self.agent.args))
         about = {"script": str(self.script), "spaces": self.env_spaces}
         return about | {"run": vars(self.before[0]), "args": args}
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what must be the same in all processes that train together."""
+        flags = vars(self.run) | vars(self.agent.args)
+        places = ("track", "resume", *PLACES)
+        facts = {name: value for name, value in flags.items() if name not in places}
+        facts |= {f"the version of {name}": version(name) for name in tracking.PACKAGES}
+        text = self.script.read_bytes()
+        return facts | {f"the CRC-32 of {self.script.name}": zlib.crc32(text)}
 
     def __enter__(self) -> "RunFolder":
         self.on_exit.callback(replays.close, getattr(self.agent, "replay", None))
@@ -83,14 +98,13 @@ class RunFolder(AbstractContextManager):
         That is `on_resume` of the newest one. Sets `first_step`, `recent_returns` and `lost`.
         """
         run = self.run
-        is_first_process = jax.process_index() == 0
         flags.check_memory(init)
         state = init()
         if not run.resume:
             state = self.with_data(self.with_learned(state))  # their errors leave no folder
         if run.track and not run.resume:  # without a login there will be no folder
             self.begin_tracking()
-        if is_first_process:
+        if self.is_first_process:
             self.lock()
         if run.track and run.resume:
             self.begin_tracking()
@@ -100,12 +114,13 @@ class RunFolder(AbstractContextManager):
             state = on_resume(self.restore(checkpoints, replays.without_data(state)))
             state = self.with_data(state)
             tracking.let_events_follow(self.path)
-        self.vault = open_vault(self.agent, state, run, self.path, self.script, self.env_spaces)
-        if is_first_process:
+        if self.is_first_process:
+            self.vault = open_vault(self.agent, state, run, self.path, self.script, self.env_spaces)
             self.write_flags()
         if run.checkpoint_interval > 0:
             self.checkpoints = checkpoints
-            self.best = agent_file.BestAgent(self.path, self.about) if is_first_process else None
+            if self.is_first_process:
+                self.best = agent_file.BestAgent(self.path, self.about)
         if run.track:
             self.on_exit.callback(tracking.log_videos, self.path, self.first_step)
         return state
@@ -122,7 +137,7 @@ class RunFolder(AbstractContextManager):
         (ring,) = replays.rings(state)
 
         def read(item: Any) -> Any:
-            data = offline.read(self.agent, self.run, self.env_spaces, item)
+            data = of_first(partial(offline.read, self.agent, self.run, self.env_spaces, item))
             flags.check_memory(lambda: (state, [data] * ring.cursor.size))
             return data
 

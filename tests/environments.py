@@ -187,6 +187,9 @@ gym.register("VectorOnly-v0", vector_entry_point=counters)
 gym.register("Preprocessed-v0", Counter, vector_entry_point=preprocessed)
 gym.register("TakesKwargs-v0", Counter, vector_entry_point=counters)
 gym.register("Failing-v0", Counter, kwargs={"fail_at": 500})
+gym.register(  # in the second of several processes alone
+    "FailsInSecond-v0", lambda: Counter(fail_at=500 if jax.process_index() == 1 else -1)
+)
 gym.register("Probe-discount-v0", Probe, kwargs={"kind": "discount"})
 gym.register("Reach-v0", Reach, max_episode_steps=9)
 
