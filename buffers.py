@@ -1173,6 +1173,60 @@ def stack_frames(frames: Any, count: int, mask: Any) -> Any:
     return jnp.stack(stacks, axis=1)
 
 
+def read_trajectories(file: Any) -> dict[str, np.ndarray]:
+    """Reads trajectories from an .npz file, as the rows that a replay of one environment holds.
+
+    Args:
+      file: its arrays [L, ...] are named as in D4RL and OGBench: `observations`, `actions`,
+        `rewards` and `terminals`; `timeouts`, `next_observations` and `masks` may be there. A
+        trajectory ends at a terminal or a timeout, at a next observation that is not that of the
+        next row, and at the end of the file. With `masks` a step terminated where its mask is 0,
+        and a terminal only ends a trajectory.
+
+    Returns arrays [rows, ...]: observation, action, reward, terminated, truncated, and valid, which
+    is False for a row that only resets. It follows the last step of each trajectory, and has the
+    observation after it. Without `next_observations` the last row of one that did not terminate
+    becomes that row, because what its action led to is not known.
+
+    ValueError if an array is missing, or has another length.
+    """
+    with np.load(file) as found:
+        arrays = {name: found[name] for name in found.files}
+    for name in ("observations", "actions", "rewards", "terminals"):
+        if name not in arrays:
+            raise ValueError(f"{file} has no array {name}, but {', '.join(arrays)}")
+    rewards, observations = arrays["rewards"], arrays["observations"]
+    for name in ("observations", "actions", "terminals"):
+        if len(arrays[name]) != len(rewards) or len(rewards) == 0:
+            text = f"{len(arrays[name])} rows of {name} and {len(rewards)} of rewards"
+            raise ValueError(f"{file} has {text}: it needs as many, and one or more")
+    following = arrays.get("next_observations", observations)
+    terminated = arrays["masks"] == 0 if "masks" in arrays else arrays["terminals"] != 0
+    over = terminated | (arrays["terminals"] != 0) | (arrays.get("timeouts", 0) != 0)
+    over[-1] = True
+    if following is not observations:
+        differs = (following[:-1] != observations[1:]).reshape(len(over) - 1, -1)
+        over[:-1] |= differs.any(axis=1)
+        is_reset = np.zeros_like(over)
+    else:
+        is_reset = over & ~terminated
+    order = np.repeat(np.arange(len(over)), 1 + (over & ~is_reset))
+    is_reset = is_reset[order] | np.append(False, order[1:] == order[:-1])
+    last = np.append(is_reset[1:], True) & ~is_reset
+    return {
+        "observation": np.where(
+            is_reset.reshape(-1, *[1] * (observations.ndim - 1)),
+            following[order],
+            observations[order],
+        ),
+        "action": arrays["actions"][order],
+        "reward": np.where(is_reset, 0, rewards[order]),
+        "terminated": terminated[order] & ~is_reset,
+        "truncated": last & ~terminated[order],
+        "valid": ~is_reset,
+    }
+
+
 def masked_mean(x: Array, mask: Array) -> Array:
     """Averages x [..., *mask.shape] where `mask` is True: [...], 0 if it is True nowhere."""
     axes = tuple(range(-mask.ndim, 0))

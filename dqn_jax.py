@@ -90,7 +90,7 @@ class Args:
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
     her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
     offline_data: str = ""  # a run with --save-experience, a vault, or minari:NAME, to draw from
-    offline_fraction: float = 0.5  # part of a batch that is drawn from offline-data
+    offline_fraction: float = 0.5  # part of a batch from offline-data; 1: no environment steps
     init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
@@ -163,7 +163,10 @@ class DQN:
         shard_batch=lambda batch: batch,
         wrap_replay=lambda replay: replay,
     ):
-        if not args.batch_size <= args.learning_starts < args.total_timesteps:
+        # Learns from data alone: no steps are taken, and what is counted are gradient steps.
+        is_alone = args.offline_data != "" and args.offline_fraction == 1
+        self.learning_starts = 0 if is_alone else args.learning_starts
+        if not (is_alone or args.batch_size <= args.learning_starts < args.total_timesteps):
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         if not isinstance(action_space, gym.spaces.Discrete):
             raise UsageError(f"DQN takes Discrete actions, not {action_space}: try ppo_jax.py")
@@ -177,6 +180,9 @@ class DQN:
         turns = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration = turns * args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
+        if is_alone:
+            self.steps_per_iteration = self.updates_per_iteration = 100
+            self.rollout_shape = (0, args.num_envs)
         self.example_step = example_of(observation_space, action=np.int32(0))
         seen = features_of(observation_space, args.hidden_sizes)
         self.network: Any = QNetwork(self.num_actions, *seen)
@@ -270,11 +276,11 @@ class DQN:
         Returns the State, the parameters to act with, and the metrics of the last gradient step.
         """
         state = state._replace(replay=self.replay.add_batch(state.replay, rollout))
-        learns = step + self.steps_per_iteration > self.args.learning_starts
+        learns = step + self.steps_per_iteration > self.learning_starts
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
         keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
-        turns = jnp.arange(self.updates_per_iteration + 1)  # each at an environment step:
-        at = step + turns * self.args.train_frequency // self.args.gradient_steps
+        turns = np.arange(self.updates_per_iteration + 1)  # each at an environment step:
+        at = step + turns * self.steps_per_iteration // self.updates_per_iteration
         inputs = (keys, at[:-1], at[1:])
         state, metrics = buffers.repeat(self.gradient_step, state, inputs, gradient_steps)
         metrics["charts/epsilon"] = self.epsilon_at(step)
@@ -365,14 +371,16 @@ def need(what: str) -> Any:
     return cleanreplay
 
 
-def features_of(observation_space, hidden_sizes=(), init=None):
+def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False):
     """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
 
     Its layers belong to the flax module that calls it. Also returns the widths of the layers after
     it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    `layer_norm` normalises the layers.
     """
     if cleanreplay:
-        return cleanreplay.networks.features_of(observation_space, hidden_sizes, init)
+        how = (init, layer_norm)
+        return cleanreplay.networks.features_of(observation_space, hidden_sizes, *how)
     size = math.prod(observation_space.shape)
     return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
 
@@ -432,7 +440,7 @@ class Log(AbstractContextManager):
     """
 
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
-        self.run, self.args = run, agent.args
+        self.agent, self.run, self.args = agent, run, agent.args
         self.folder = folder
         self.stop = stop  # has an item if the run is to end
         self.first_step = 0
@@ -458,14 +466,16 @@ class Log(AbstractContextManager):
     def begin(self, envs, init) -> State:
         """Begins the run in these environments. Returns the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
-        names += ["save_experience", "her_fraction", "offline_data", "init_from", "sweep"]
+        names += ["save_experience", "her_fraction", "init_from", "sweep"]
+        read_data = getattr(self.agent, "read_data", None)  # from a file, without the package
+        names += [] if read_data else ["offline_data"]
         for flags in (self.run, self.args):
             for flag in names:
                 if getattr(flags, flag, None) != getattr(type(flags), flag, None):
                     need(flag)
         tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
         self.open(first_step=0)
-        return init()
+        return read_data(init()) if read_data else init()
 
     def jit(self, train_step, **how):
         """Compiles `train_step`."""

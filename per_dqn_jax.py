@@ -168,6 +168,8 @@ class DQN:
     ):
         if not args.batch_size <= args.learning_starts < args.total_timesteps:
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
+        if args.offline_data and args.offline_fraction == 1:
+            raise UsageError("offline_fraction: for data alone take dqn_jax.py, this needs steps")
         if not isinstance(action_space, gym.spaces.Discrete):
             raise UsageError(f"DQN takes Discrete actions, not {action_space}: try ppo_jax.py")
         self.args = args
@@ -292,8 +294,8 @@ class DQN:
         learns = step + self.steps_per_iteration > self.args.learning_starts
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
         keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
-        turns = jnp.arange(self.updates_per_iteration + 1)  # each at an environment step:
-        at = step + turns * self.args.train_frequency // self.args.gradient_steps
+        turns = np.arange(self.updates_per_iteration + 1)  # each at an environment step:
+        at = step + turns * self.steps_per_iteration // self.updates_per_iteration
         inputs = (keys, at[:-1], at[1:])
         state, metrics = buffers.repeat(self.gradient_step, state, inputs, gradient_steps)
         metrics["charts/epsilon"] = self.epsilon_at(step)
@@ -384,14 +386,16 @@ def need(what: str) -> Any:
     return cleanreplay
 
 
-def features_of(observation_space, hidden_sizes=(), init=None):
+def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False):
     """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
 
     Its layers belong to the flax module that calls it. Also returns the widths of the layers after
     it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    `layer_norm` normalises the layers.
     """
     if cleanreplay:
-        return cleanreplay.networks.features_of(observation_space, hidden_sizes, init)
+        how = (init, layer_norm)
+        return cleanreplay.networks.features_of(observation_space, hidden_sizes, *how)
     size = math.prod(observation_space.shape)
     return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
 
@@ -451,7 +455,7 @@ class Log(AbstractContextManager):
     """
 
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
-        self.run, self.args = run, agent.args
+        self.agent, self.run, self.args = agent, run, agent.args
         self.folder = folder
         self.stop = stop  # has an item if the run is to end
         self.first_step = 0
@@ -477,14 +481,16 @@ class Log(AbstractContextManager):
     def begin(self, envs, init) -> State:
         """Begins the run in these environments. Returns the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
-        names += ["save_experience", "her_fraction", "offline_data", "init_from", "sweep"]
+        names += ["save_experience", "her_fraction", "init_from", "sweep"]
+        read_data = getattr(self.agent, "read_data", None)  # from a file, without the package
+        names += [] if read_data else ["offline_data"]
         for flags in (self.run, self.args):
             for flag in names:
                 if getattr(flags, flag, None) != getattr(type(flags), flag, None):
                     need(flag)
         tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
         self.open(first_step=0)
-        return init()
+        return read_data(init()) if read_data else init()
 
     def jit(self, train_step, **how):
         """Compiles `train_step`."""

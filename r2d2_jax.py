@@ -467,14 +467,16 @@ def need(what: str) -> Any:
     return cleanreplay
 
 
-def features_of(observation_space, hidden_sizes=(), init=None):
+def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False):
     """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
 
     Its layers belong to the flax module that calls it. Also returns the widths of the layers after
     it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    `layer_norm` normalises the layers.
     """
     if cleanreplay:
-        return cleanreplay.networks.features_of(observation_space, hidden_sizes, init)
+        how = (init, layer_norm)
+        return cleanreplay.networks.features_of(observation_space, hidden_sizes, *how)
     size = math.prod(observation_space.shape)
     return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
 
@@ -534,7 +536,7 @@ class Log(AbstractContextManager):
     """
 
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
-        self.run, self.args = run, agent.args
+        self.agent, self.run, self.args = agent, run, agent.args
         self.folder = folder
         self.stop = stop  # has an item if the run is to end
         self.first_step = 0
@@ -560,14 +562,16 @@ class Log(AbstractContextManager):
     def begin(self, envs, init) -> State:
         """Begins the run in these environments. Returns the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
-        names += ["save_experience", "her_fraction", "offline_data", "init_from", "sweep"]
+        names += ["save_experience", "her_fraction", "init_from", "sweep"]
+        read_data = getattr(self.agent, "read_data", None)  # from a file, without the package
+        names += [] if read_data else ["offline_data"]
         for flags in (self.run, self.args):
             for flag in names:
                 if getattr(flags, flag, None) != getattr(type(flags), flag, None):
                     need(flag)
         tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
         self.open(first_step=0)
-        return init()
+        return read_data(init()) if read_data else init()
 
     def jit(self, train_step, **how):
         """Compiles `train_step`."""

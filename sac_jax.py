@@ -92,7 +92,7 @@ class Args:
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
     her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
     offline_data: str = ""  # a run with --save-experience, a vault, or minari:NAME, to draw from
-    offline_fraction: float = 0.5  # part of a batch that is drawn from offline-data
+    offline_fraction: float = 0.5  # part of a batch from offline-data; 1: no environment steps
     init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder
 
@@ -199,7 +199,10 @@ class SAC:
         shard_batch=lambda batch: batch,
         wrap_replay=lambda replay: replay,
     ):
-        if not args.batch_size <= args.learning_starts < args.total_timesteps:
+        # Learns from data alone: no steps are taken, and what is counted are gradient steps.
+        is_alone = args.offline_data != "" and args.offline_fraction == 1
+        self.learning_starts = 0 if is_alone else args.learning_starts
+        if not (is_alone or args.batch_size <= args.learning_starts < args.total_timesteps):
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         is_bounded = isinstance(action_space, Box) and action_space.is_bounded()
         if not is_bounded or action_space.dtype.kind != "f" or len(action_space.shape) != 1:
@@ -216,6 +219,9 @@ class SAC:
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration *= args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
+        if is_alone:
+            self.steps_per_iteration = self.updates_per_iteration = 100
+            self.rollout_shape = (0, args.num_envs)
         action = np.zeros(self.num_actions, np.float32)
         self.example_step = example_of(observation_space, action)
         features, _ = features_of(observation_space)  # hidden layers follow convolutions, too
@@ -398,10 +404,10 @@ class SAC:
         Returns the State, the parameters to act with, and the metrics of the last gradient step.
         """
         state = state._replace(replay=self.replay.add_batch(state.replay, rollout))
-        learns = step + self.steps_per_iteration > self.args.learning_starts
+        learns = step + self.steps_per_iteration > self.learning_starts
         gradient_steps = jnp.where(learns, self.updates_per_iteration, 0)
         keys = jax.random.split(jax.random.fold_in(key, step), self.updates_per_iteration)
-        first = step // self.args.train_frequency * self.args.gradient_steps + 1
+        first = step // self.steps_per_iteration * self.updates_per_iteration + 1
         inputs = (keys, first + jnp.arange(self.updates_per_iteration))
         state, metrics = buffers.repeat(self.gradient_step, state, inputs, gradient_steps)
         metrics["charts/gradient_steps"] = gradient_steps
@@ -491,14 +497,16 @@ def need(what: str) -> Any:
     return cleanreplay
 
 
-def features_of(observation_space, hidden_sizes=(), init=None):
+def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False):
     """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
 
     Its layers belong to the flax module that calls it. Also returns the widths of the layers after
     it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    `layer_norm` normalises the layers.
     """
     if cleanreplay:
-        return cleanreplay.networks.features_of(observation_space, hidden_sizes, init)
+        how = (init, layer_norm)
+        return cleanreplay.networks.features_of(observation_space, hidden_sizes, *how)
     size = math.prod(observation_space.shape)
     return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
 
@@ -558,7 +566,7 @@ class Log(AbstractContextManager):
     """
 
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
-        self.run, self.args = run, agent.args
+        self.agent, self.run, self.args = agent, run, agent.args
         self.folder = folder
         self.stop = stop  # has an item if the run is to end
         self.first_step = 0
@@ -584,14 +592,16 @@ class Log(AbstractContextManager):
     def begin(self, envs, init) -> State:
         """Begins the run in these environments. Returns the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
-        names += ["save_experience", "her_fraction", "offline_data", "init_from", "sweep"]
+        names += ["save_experience", "her_fraction", "init_from", "sweep"]
+        read_data = getattr(self.agent, "read_data", None)  # from a file, without the package
+        names += [] if read_data else ["offline_data"]
         for flags in (self.run, self.args):
             for flag in names:
                 if getattr(flags, flag, None) != getattr(type(flags), flag, None):
                     need(flag)
         tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
         self.open(first_step=0)
-        return init()
+        return read_data(init()) if read_data else init()
 
     def jit(self, train_step, **how):
         """Compiles `train_step`."""

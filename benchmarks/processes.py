@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, header, spread, table
+from machine import ROOT, header, line, spread, table
 from returns import scalars
 
 SETTINGS = {
@@ -82,14 +82,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(ENVIRONMENTS), help="environments")
     args = parser.parse_args()
     print(header(["jax", "gymnasium", "mujoco"])[0])
-    rows = []
+    print(table(["a step", *SETTINGS], []))
     for name in args.only:
         found: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
         for _ in range(args.rounds):
             for setting, how in SETTINGS.items():
                 found[setting].append(seconds(ENVIRONMENTS[name], *how))
-        rows.append([name, *(spread(values, digits=1) for values in found.values())])
-    print(table(["a step", *SETTINGS], rows))
+        print(line([name, *(spread(values, digits=1) for values in found.values())]), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import buffers
-from cleanreplay import disk, distributed
+from cleanreplay import disk, distributed, replays
 from cleanreplay.devices import SplitNetwork, make_mesh, num_parts, split
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, log_returns, play_episodes
@@ -237,7 +237,8 @@ class Trainer:
     def compile(self, runner: RunnerState) -> Any:
         """Compiles `run_entries` of all agents, which overwrites its first argument."""
         shardings = jax.tree.map(lambda x: x.sharding, runner)
-        run_all = jax.vmap(self.run_entries, in_axes=(0, None, None), spmd_axis_name="seeds")
+        axes = replays.axes(runner)
+        run_all = jax.vmap(self.run_entries, (axes, None, None), (axes, 0), spmd_axis_name="seeds")
         return jax.jit(run_all, donate_argnums=0, out_shardings=(shardings, self.replicated))
 
     def evaluate_one(self, params: Any, values: Any = ()) -> tuple[Array, Array, Array]:
@@ -339,8 +340,11 @@ def evaluate_agents(
     make_envs: Callable,
     runner: RunnerState,
     step: int,
-) -> None:
-    """Logs the returns of an evaluation, keeps the best agent, records a video of the first."""
+) -> np.ndarray:
+    """Logs the returns of an evaluation, keeps the best agent, records a video of the first.
+
+    Returns the mean return of each agent [num_agents].
+    """
     run = trainer.run
     params = trainer.agent.policy_params(runner.agent)
     returns = np.zeros((len(logs), 0))
@@ -363,6 +367,7 @@ def evaluate_agents(
         first, values = trainer.take_agent((params, runner.values), 0)
         with closing(make_envs(1, f"{run_folder.path}/videos/{step}")) as envs:
             play_episodes(trainer.of(values).agent, run, first, envs, run_folder.stop)
+    return returns.mean(axis=1) if returns.size > 0 else np.full(len(logs), np.nan)
 
 
 def open_logs(
@@ -484,5 +489,7 @@ def train_loop(
         if is_interrupted:
             break
         if is_last or buffers.is_due(run.eval_interval, step, end):
-            evaluate(runner, end)
+            means = evaluate(runner, end)
+            if trainer.agent.rollout_shape[0] == 0:  # no other episodes are played
+                returns = means
     return runner, returns

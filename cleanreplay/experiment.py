@@ -167,6 +167,9 @@ class Experiment(AbstractContextManager):
             if stop:
                 return  # it was interrupted
             log_returns(self.log, step, returns, envs.first)
+            if self.agent.rollout_shape[0] == 0:  # no other episodes are played
+                self.log.recent_returns.clear()
+                self.log.recent_returns.extend(returns)
             tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
             folder = self.run_folder
             folder.save_if_best(step, folder.policy_part(state), returns.mean())
@@ -185,8 +188,15 @@ class Experiment(AbstractContextManager):
 
 
 def log_returns(log: Log, step: int, returns: np.ndarray, successes: np.ndarray) -> None:
-    """Logs the returns of the episodes of an evaluation, and how many succeeded, if they say so."""
+    """Logs the returns of the episodes of an evaluation, and how many succeeded, if they say so.
+
+    With two returns for reference eval/normalized is the mean return between 0 and 100.
+    """
     values = {f"eval/{name}": f(returns) for name, f in STATISTICS.items()}
+    low = getattr(log.args, "random_return", np.nan)
+    high = getattr(log.args, "expert_return", np.nan)
+    if low != high:
+        values["eval/normalized"] = 100 * (returns.mean() - low) / (high - low)
     log.write(step, values | {"eval/success_rate": rate(successes)})
 
 

@@ -36,13 +36,13 @@ LIMITS: dict[tuple, tuple] = {
         "policy_steps",
     ),
     (0, 1): (
-        *("gamma", "gae_lambda", "tau", "start_e", "end_e", "exploration_fraction"),
+        *("gamma", "gae_lambda", "q_lambda", "tau", "start_e", "end_e", "exploration_fraction"),
         *("importance_exponent", "priority_max_fraction", "critic_dropout", "her_fraction"),
-        "offline_fraction",
+        *("offline_fraction", "best_fraction", "expectile", "policy_dropout"),
     ),
     (0, math.inf): (
         *("learning_rate", "policy_lr", "q_lr", "clip_coef", "alpha", "target_kl"),
-        *("priority_exponent", "priority_epsilon"),
+        *("priority_exponent", "priority_epsilon", "beta", "max_weight", "reward_scale"),
     ),
     (POSITIVE, math.inf): ("adam_epsilon", "max_grad_norm"),
 }
@@ -171,14 +171,17 @@ def in_words(least: float, largest: float) -> str:
     return f"from {least} to 2**{math.ceil(math.log2(largest))} - 1"
 
 
-def check_iteration(steps: int, total_timesteps: int, log_interval: int) -> None:
+def check_iteration(agent: Any, log_interval: int) -> None:
     """Raises UsageError if an iteration has more steps than the training; says if it is long."""
-    how = "num_envs and train_frequency, or num_steps"
-    if steps > total_timesteps:
-        text = f"an iteration has {steps} steps, because of {how}"
+    steps = agent.steps_per_iteration
+    how = "because of num_envs and train_frequency, or num_steps"
+    if agent.rollout_shape[0] == 0:
+        how = "which are gradient steps"
+    if steps > agent.args.total_timesteps:
+        text = f"an iteration has {steps} steps, {how}"
         raise UsageError(f"total_timesteps must be {steps} or more: {text}")
     if steps > log_interval:
-        tqdm.write(f"each iteration, and so each log entry, has {steps:,} steps, because of {how}")
+        tqdm.write(f"each iteration, and so each log entry, has {steps:,} steps, {how}")
 
 
 def check_memory(make: Callable) -> None:

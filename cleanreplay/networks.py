@@ -85,14 +85,20 @@ class Conv(nn.Module):
         return bias + sum(products[:, i : i + rows, :, i] for i in range(blocks))
 
 
-def cnn(x: Array, init: Callable = default_kernel_init, prefix: str = "") -> Array:
+def cnn(
+    x: Array, init: Callable = default_kernel_init, prefix: str = "", layer_norm: bool = False
+) -> Array:
     """Makes vectors [B, F] of images, by layers that belong to the flax module that calls it.
 
     From 36 x 36 pixels on it is the network of Mnih et al. 2015, extended table 1, and uint8 is
     divided by 255. Smaller images go through that of Young and Tian 2019, arXiv 1903.03176, as they
     are: their numbers are often flags or kinds of things. `init` draws the weights. The names of
-    the layers begin with `prefix`.
+    the layers begin with `prefix`. With `layer_norm` each is normalised over its features.
     """
+
+    def activate(x: Array, name: str) -> Array:
+        return nn.relu(nn.LayerNorm(name=f"{name}_norm")(x) if layer_norm else x)
+
     is_pixels = x.dtype == jnp.uint8
     x = channels_last(x).astype(jnp.float32)
     layers = [(16, 3, 1)]  # features, kernel size, stride
@@ -102,8 +108,10 @@ def cnn(x: Array, init: Callable = default_kernel_init, prefix: str = "") -> Arr
         layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
         width = 512
     for i, (features, size, stride) in enumerate(layers):
-        x = nn.relu(Conv(features, size, stride, kernel_init=init, name=f"{prefix}conv_{i}")(x))
-    return nn.relu(nn.Dense(width, kernel_init=init, name=f"{prefix}conv_out")(as_vectors(x)))
+        name = f"{prefix}conv_{i}"
+        x = activate(Conv(features, size, stride, kernel_init=init, name=name)(x), name)
+    name = f"{prefix}conv_out"
+    return activate(nn.Dense(width, kernel_init=init, name=name)(as_vectors(x)), name)
 
 
 def as_vectors(x: Array) -> Array:
@@ -116,7 +124,9 @@ def example_of(space: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, *space.shape), space.dtype)
 
 
-def features_of(space: Any, hidden_sizes: tuple, init: Callable | None) -> tuple:
+def features_of(
+    space: Any, hidden_sizes: tuple, init: Callable | None, layer_norm: bool = False
+) -> tuple:
     """Makes `features` as the scripts need it, and chooses the widths of the layers after it.
 
     A Dict of images and numbers has both beside each other: what `cnn` makes of images, and the
@@ -135,9 +145,9 @@ def features_of(space: Any, hidden_sizes: tuple, init: Callable | None) -> tuple
         if x.dtype != space.dtype:
             raise UsageError("normalize_observations takes no images: the network scales them")
         if not layout:
-            return cnn(x, init)
+            return cnn(x, init, layer_norm=layer_norm)
         vectors = [
-            cnn(part, init, f"{name}_") if are_images(part) else as_vectors(part)
+            cnn(part, init, f"{name}_", layer_norm) if are_images(part) else as_vectors(part)
             for name, part in unpack(x, layout).items()
         ]
         return jnp.concatenate(vectors, axis=-1)

@@ -2,7 +2,8 @@
 
 As in RLPD: Ball et al. 2023, arXiv 2302.02948, section 4.1. The data are the folder of a run with
 --save-experience, a vault of such steps, or minari:DATASET. Here they are read, as the state of a
-replay that holds all of them; `replays.Mixed` draws from it.
+replay that holds all of them; `replays.Mixed` draws from it. An .npz file has the arrays that
+`buffers.read_trajectories` reads.
 """
 
 import json
@@ -29,10 +30,14 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
     """
     args = agent.args
     name = args.offline_data
-    if round(args.offline_fraction * args.batch_size) in (0, args.batch_size):
-        text = "must leave at least one of batch_size for the data, and one for the replay"
+    if args.offline_fraction == 1:
+        check_alone(args)
+    elif round(args.offline_fraction * args.batch_size) in (0, args.batch_size):
+        text = "must be 1, or leave at least one of batch_size for the data and one for the replay"
         raise UsageError(f"offline_fraction {text}, not {args.offline_fraction}")
-    if name.startswith(MINARI):
+    if name.endswith(".npz"):
+        data = of_npz(agent, item, name)
+    elif name.startswith(MINARI):
         dataset = open_minari(name)
         check_origin(name, about_minari(dataset), run, env_spaces)
         data = of_minari(agent, item, name, dataset, env_spaces.get("entries"))
@@ -40,6 +45,9 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
         vault = open_vault(name)
         check_origin(name, vault.about, run, env_spaces)
         data = of_vault(item, vault)
+    fraction = getattr(args, "best_fraction", 1)
+    if fraction < 1:
+        data = best_episodes(item, name, data, fraction)
     data = data._replace(storage=checked(agent, name, data.storage))
     rows, num_envs = data.storage.valid.shape
     if rows < agent.replay.window:
@@ -47,6 +55,39 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
     part = f"{args.offline_fraction:.0%} of each batch"
     tqdm.write(f"{part} is from {name}, which has {int(data.storage.valid.sum()):,} steps")
     return data
+
+
+def check_alone(args: Any) -> None:
+    """Raises UsageError for what does not go with learning from data alone."""
+    if args.save_experience:
+        raise UsageError("save_experience: with --offline-fraction 1 there are no steps to save")
+    if jax.process_count() > 1:
+        raise UsageError("distributed: with --offline-fraction 1 there are no steps to share")
+
+
+def best_episodes(item: Any, name: str, data: Any, fraction: float) -> Any:
+    """Keeps a fraction of the episodes, those of the highest return; at least one.
+
+    `data` is the state of a replay [rows, N, ...] of items like `item`. Returns that of a replay of
+    one environment. An episode that the data do not end is one, too, without its last step.
+    """
+    rows, num_envs = data.storage.valid.shape
+    steps = jax.tree.map(
+        lambda x: np.array(x).swapaxes(0, 1).reshape(-1, *x.shape[2:]), data.storage
+    )
+    last = rows * np.arange(1, num_envs + 1) - 1  # of each environment
+    cut = last[steps.valid[last] & ~steps.terminated[last]]
+    steps.valid[cut], steps.truncated[cut] = False, False
+    steps.truncated[cut - 1] |= steps.valid[cut - 1] & ~steps.terminated[cut - 1]
+    episode = np.cumsum(~steps.valid) - ~steps.valid  # the row that only resets ends one
+    returns = np.bincount(episode[steps.valid], steps.reward[steps.valid])
+    exists = np.unique(episode[steps.valid])
+    best = exists[np.argsort(-returns[exists], kind="stable")]
+    best = best[: max(1, round(fraction * len(best)))]
+    least = returns[best[-1]]
+    tqdm.write(f"{len(best):,} of {len(exists):,} episodes are kept, from return {least:.2f} on")
+    kept = jax.tree.map(lambda x: x[np.isin(episode, best)], steps)
+    return as_replay(item, name, kept._asdict())
 
 
 def check_origin(name: str, about: dict, run: Any, env_spaces: dict) -> None:
@@ -114,6 +155,30 @@ def of_vault(item: Any, vault: Any) -> Any:
         raise UsageError(f"offline_data: {error}") from error
 
 
+def of_npz(agent: Any, item: Any, name: str) -> Any:
+    """Reads the state of a replay with all steps of an .npz file."""
+    try:
+        rows = buffers.read_trajectories(name)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"offline_data: {error}") from error
+    rows["action"] = as_stored_actions(agent, item.action, rows["action"])
+    return as_replay(item, name, rows)
+
+
+def as_replay(item: Any, name: str, rows: dict[str, np.ndarray]) -> Any:
+    """Makes the state of a replay of rows [rows, ...]. UsageError if they are not like `item`."""
+    steps = {}
+    for leaf, x in rows.items():
+        like = getattr(item, leaf)
+        what = f"offline_data: each {leaf} of {name}"
+        if x.shape[1:] != like.shape:
+            text = f"{list(x.shape[1:])}, and this run needs {list(like.shape)}"
+            raise UsageError(f"{what} has shape {text}")
+        steps[leaf] = as_dtype(x, like.dtype, what)[:, None]
+    replay = buffers.uniform_replay(len(steps["valid"]), num_envs=1)
+    return replay.add_batch(replay.init(item), item._replace(**steps))
+
+
 def open_minari(name: str) -> Any:
     """Loads a dataset of Minari, minari:NAME."""
     try:
@@ -142,17 +207,8 @@ def of_minari(agent: Any, item: Any, name: str, dataset: Any, entries: dict | No
     """
     found = dataset.iterate_episodes()
     episodes = [steps_of(agent, item, dataset, episode, entries) for episode in found]
-    steps = {}
-    for leaf, first in episodes[0].items():
-        like = getattr(item, leaf)
-        what = f"offline_data: each {leaf} of {name}"
-        if first.shape[1:] != like.shape:
-            text = f"{list(first.shape[1:])}, and this run needs {list(like.shape)}"
-            raise UsageError(f"{what} has shape {text}")
-        rows = np.concatenate([episode[leaf] for episode in episodes])
-        steps[leaf] = as_dtype(rows, like.dtype, what)[:, None]
-    replay = buffers.uniform_replay(len(steps["valid"]), num_envs=1)
-    return replay.add_batch(replay.init(item), item._replace(**steps))
+    rows = {leaf: np.concatenate([episode[leaf] for episode in episodes]) for leaf in episodes[0]}
+    return as_replay(item, name, rows)
 
 
 def as_dtype(x: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
@@ -182,7 +238,7 @@ def steps_of(
         raise UsageError(
             f"offline_data: episode {episode.id} has {counts}, not one observation more"
         )
-    action = as_stored_actions(agent, item.action, dataset.action_space, actions)
+    action = as_stored_actions(agent, item.action, actions)
     is_last = np.arange(length + 1) == length - 1
     terminated = np.append(episode.terminations, False)
     return {
@@ -208,15 +264,17 @@ def as_flat(space: gym.Space, x: Any, entries: dict | None) -> np.ndarray:
     return np.stack(rows)
 
 
-def as_stored_actions(agent: Any, like: Any, space: gym.Space, actions: np.ndarray) -> np.ndarray:
+def as_stored_actions(agent: Any, like: Any, actions: np.ndarray) -> np.ndarray:
     """Turns actions of the environment [L, ...] into what the agent stores: the inverse of
     `to_env_action`.
     """
-    if isinstance(space, gym.spaces.Discrete) and like.dtype.kind == "i":
+    kinds = {"i": "iu", "f": "f"}[like.dtype.kind]
+    if actions.dtype.kind not in kinds or actions.shape[1:] != like.shape:
+        has = f"{actions.dtype} {list(actions.shape[1:])}"
+        wants = f"{like.dtype} {list(like.shape)}"
+        raise UsageError(f"offline_data: the data have actions {has}, this run {wants}")
+    if like.dtype.kind == "i":
         return actions - agent.to_env_action(0)
-    is_box = isinstance(space, gym.spaces.Box) and like.dtype.kind == "f"
-    if not is_box or actions.shape[1:] != like.shape:
-        raise UsageError(f"offline_data: the data have actions {space}, this run others")
     low = agent.to_env_action(np.full(like.shape, -1.0, np.float32))
     high = agent.to_env_action(np.full(like.shape, 1.0, np.float32))
     is_free = high > low  # else the only action is stored as 0

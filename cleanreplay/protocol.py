@@ -54,6 +54,9 @@ class Hooks(Agent, Protocol):
         In its replays unfinished episodes are truncated already.
         """
 
+    def on_data(self, state: Any, steps: Any) -> Any:
+        """Returns the State of a new run, given all steps [rows, N, ...] of --offline-data."""
+
     def learned(self, state: Any) -> Any:
         """Returns the State with () for what a run with --init-from does not take of it.
 
@@ -65,6 +68,21 @@ def on_resume(agent: Any, state: Any) -> Any:
     """Returns the State of a resumed run: the unfinished episodes in its replays are truncated."""
     state = replays.map_replays(replays.truncate_episodes, state)
     return agent.on_resume(state) if hasattr(agent, "on_resume") else state
+
+
+def on_data(agent: Any, state: Any) -> Any:
+    """Returns the State, or RunnerState, after the agent has seen the data of --offline-data."""
+    data = replays.data_of(state)
+    if data is None or not hasattr(agent, "on_data"):
+        return state
+    before = getattr(state, "agent", state)
+    see = agent.on_data if before is state else jax.vmap(agent.on_data, in_axes=(0, None))
+    # A number in place of each replay, which would be copied.
+    small = replays.map_replays(lambda x: x.replay.cursor, before)
+    where = jax.tree.map(lambda x: x.sharding, small)
+    after = jax.jit(see, out_shardings=where)(small, data.storage)
+    after = replays.with_replays_of(before, after)
+    return after if before is state else state._replace(agent=after)
 
 
 def learned(agent: Any, state: Any) -> Any:
@@ -113,6 +131,7 @@ class Log(Protocol):
     """The charts of an agent and its progress: `Log` of a script."""
 
     run: Any  # flags of the experiment
+    args: Any  # flags of the algorithm
     folder: Path
     stop: list  # has an item if the run is to end
     first_step: int

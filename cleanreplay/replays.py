@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 import buffers
 from cleanreplay import goals
@@ -98,7 +99,7 @@ class Hindsight(Wrapper):
 class MixedState(NamedTuple):
     """The state of a replay, and that of a replay with offline data, which stays as it is.
 
-    A checkpoint holds () for the data.
+    A checkpoint holds () for the data. Several agents share them: they have no axis of agents.
     """
 
     replay: Any
@@ -114,8 +115,8 @@ class MixedState(NamedTuple):
 class Mixed(Wrapper):
     """Samples `fraction` of each batch from offline data, see offline.py. Their indices are -1.
 
-    All other methods are those of the replay, for the replay alone. `wrap` makes of a replay with
-    the data one that samples as this one does.
+    All other methods are those of the replay, for the replay alone. With a fraction of 1 it stays
+    empty. `wrap` makes of a replay with the data one that samples as this one does.
     """
 
     fraction: float
@@ -144,11 +145,19 @@ class Mixed(Wrapper):
         no_data = self.of_data(self.replay.window, self.replay.envs).init(item)
         return MixedState(self.replay.init(item), no_data)
 
+    def add_batch(self, state: MixedState, items: Any, mask: Any = None) -> MixedState:
+        """Adds steps [S, N, ...] to the replay."""
+        if self.fraction == 1:
+            return state
+        return state._replace(replay=self.replay.add_batch(state.replay, items, mask))
+
     def sample(self, state: MixedState, key: Array, batch_size: int) -> buffers.Sample:
         """Samples sequences of the replay, and then those of the data."""
+        data = self.of_data(*state.data.storage.valid.shape)
+        if self.fraction == 1:
+            return data.sample(state.data, key, batch_size)
         count = round(self.fraction * batch_size)
         sample = self.replay.sample(state.replay, key, batch_size - count)
-        data = self.of_data(*state.data.storage.valid.shape)
         more = data.sample(state.data, jax.random.fold_in(key, 2), count)
         more = more._replace(indices=jnp.full_like(more.indices, -1))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), sample, more)
@@ -171,6 +180,8 @@ def options(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> dict[
         return Hindsight(replay, found) if found else replay
 
     def wrap(replay: Any) -> Any:
+        if has_data and args.offline_fraction == 1:  # it stays empty
+            replay = replace(replay, max_size=replay.window * replay.envs)
         if count > 1:
             replay = with_longer_sequences(replay, count - 1)
         replay = with_goals(replay)
@@ -206,27 +217,44 @@ def map_replays(function: Callable, state: Any) -> Any:
     return jax.tree.map(lambda x: function(x) if is_state(x) else x, state, is_leaf=is_state)
 
 
+def with_replays_of(before: Any, after: Any) -> Any:
+    """Returns the State `after`, which has a number in place of each replay, with those before."""
+    return jax.tree.map(lambda x, y: x if is_state(x) else y, before, after, is_leaf=is_state)
+
+
 def rings(state: Any) -> list:
     """Returns the states of the replays in a State, without those of offline data."""
     states = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
     return [x.replay if isinstance(x, MixedState) else x for x in states]
 
 
-def with_data(state: Any, read: Callable) -> Any:
-    """Returns a State or RunnerState with offline data: `read(item)`, of items as in the replay.
+def data_of(state: Any) -> Any:
+    """Returns the state of the replay with offline data in a State or RunnerState, or None."""
+    states = jax.tree.leaves(state, is_leaf=is_state)
+    return next((x.data for x in states if isinstance(x, MixedState)), None)
 
-    Each agent has all of them.
-    """
+
+def with_data(state: Any, read: Callable) -> Any:
+    """Returns a State or RunnerState with offline data: `read(item)`, of items as in the replay."""
 
     def add(x: Any) -> Any:
         if not isinstance(x, MixedState):
             return x
-        agents = x.replay.cursor
-        data = read(item_of(x.replay))
-        data = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, agents.shape + leaf.shape), data)
-        return x._replace(data=jax.device_put(data, agents.sharding))
+        where = x.replay.cursor.sharding
+        if isinstance(where, NamedSharding):
+            where = NamedSharding(where.mesh, PartitionSpec())
+        return x._replace(data=jax.device_put(read(item_of(x.replay)), where))
 
     return map_replays(add, state)
+
+
+def axes(state: Any) -> Any:
+    """Returns `in_axes` of `jax.vmap` over the agents of a State: 0, and None for the data."""
+
+    def axis(x: Any) -> Any:
+        return MixedState(0, None) if isinstance(x, MixedState) else 0
+
+    return jax.tree.map(axis, state, is_leaf=is_state)
 
 
 def without_data(state: Any) -> Any:

@@ -65,7 +65,7 @@ class RunFolder(AbstractContextManager):
         self.on_exit = ExitStack()
         args = agent.args
         protocol.check_step(agent.example_step)
-        flags.check_iteration(agent.steps_per_iteration, args.total_timesteps, run.log_interval)
+        flags.check_iteration(agent, run.log_interval)
         check_experience(agent, run)
         self.before = flags.check_resume(args, run) if run.resume else (run, args)
         self.about = self.flags()
@@ -100,8 +100,9 @@ class RunFolder(AbstractContextManager):
         run = self.run
         flags.check_memory(init)
         state = init()
-        if not run.resume:
-            state = self.with_data(self.with_learned(state))  # their errors leave no folder
+        if not run.resume:  # their errors leave no folder
+            state = protocol.on_data(self.agent, self.with_data(state))
+            state = self.with_learned(state)
         if run.track and not run.resume:  # without a login there will be no folder
             self.begin_tracking()
         if self.is_first_process:
@@ -134,11 +135,10 @@ class RunFolder(AbstractContextManager):
         """Returns a State that has the data of --offline-data. UsageError if they are too large."""
         if not getattr(self.agent.args, "offline_data", ""):
             return state
-        (ring,) = replays.rings(state)
 
         def read(item: Any) -> Any:
             data = of_first(partial(offline.read, self.agent, self.run, self.env_spaces, item))
-            flags.check_memory(lambda: (state, [data] * ring.cursor.size))
+            flags.check_memory(lambda: (state, data))
             return data
 
         return replays.with_data(state, read)

@@ -10,8 +10,10 @@ from by_hand import box, random_rollout
 from jax.flatten_util import ravel_pytree
 
 import dqn_jax
+import iql_jax
 import per_dqn_jax
 import ppo_jax
+import pqn_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
@@ -36,21 +38,25 @@ WINDOW = dict(burn_in=1, train_length=2, n_step=2, period=2)
 R2D2 = REPLAY | WINDOW | dict(target_network_frequency=20, hidden_size=5)
 SAC = REPLAY | dict(target_network_frequency=3, tau=0.25, hidden_sizes=(5,))
 ROLLOUT = SMALL | dict(num_steps=4, num_minibatches=2, update_epochs=1)
+IQL = REPLAY | dict(offline_data="data.npz", offline_fraction=0.5, hidden_sizes=(5,))
 SCRIPTS = {
     "dqn": (dqn_jax, DQN),
     "per_dqn": (per_dqn_jax, DQN),
     "r2d2": (r2d2_jax, R2D2),
     "sac": (sac_jax, SAC),
+    "iql": (iql_jax, IQL),
     "ppo": (ppo_jax, ROLLOUT | dict(hidden_sizes=(5,))),
+    "pqn": (pqn_jax, ROLLOUT | dict(hidden_sizes=(5,))),
     "recurrent_ppo": (recurrent_ppo_jax, ROLLOUT | dict(sequence_length=2, hidden_size=5)),
 }
-WITH_REPLAY = ["dqn", "per_dqn", "r2d2", "sac"]
-WITH_EPSILON = ["dqn", "per_dqn", "r2d2"]
+WITH_REPLAY = ["dqn", "per_dqn", "r2d2", "sac", "iql"]
+WITH_EPSILON = ["dqn", "per_dqn", "r2d2", "pqn"]
 PPO = ["ppo", "recurrent_ppo"]
+ON_POLICY = [*PPO, "pqn"]
 DISCRETE = gym.spaces.Discrete(4, start=5)
 MULTI = gym.spaces.MultiDiscrete([3, 5], start=[1, -2])
 BOX = Bounded.action_space
-SPACES = dict.fromkeys(WITH_EPSILON, DISCRETE) | dict.fromkeys(["sac", *PPO], BOX)
+SPACES = dict.fromkeys(WITH_EPSILON, DISCRETE) | dict.fromkeys(["sac", "iql", *PPO], BOX)
 
 
 def make(name, space=None, **flags):

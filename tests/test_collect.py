@@ -59,11 +59,14 @@ def test_the_environment_is_the_same_at_any_number_of_them(
 
 @pytest.mark.parametrize(("log_interval", "says_it"), [(399, True), (400, False)])
 def test_an_iteration_longer_than_the_interval_is_said(log_interval, says_it, capsys):
-    flags.check_iteration(400, total_timesteps=400, log_interval=log_interval)
+    agent = SimpleNamespace(steps_per_iteration=400, rollout_shape=(100, 4))
+    agent.args = SimpleNamespace(total_timesteps=400)
+    flags.check_iteration(agent, log_interval)
     assert ("400 steps" in capsys.readouterr().out) == says_it
 
+    agent.args.total_timesteps = 399
     with pytest.raises(UsageError, match="total_timesteps must be 400 or more"):
-        flags.check_iteration(400, total_timesteps=399, log_interval=log_interval)
+        flags.check_iteration(agent, log_interval)
 
 
 def collect(agent, envs, params, key, count, seed):

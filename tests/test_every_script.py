@@ -17,7 +17,7 @@ from small_agents import (
     DISCRETE,
     KEY,
     MULTI,
-    PPO,
+    ON_POLICY,
     SCRIPTS,
     act,
     actor,
@@ -37,7 +37,8 @@ WITH_MEMORY = [("r2d2", "discrete"), ("recurrent_ppo", "multi")]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("dqn", "discrete"), ("sac", "box"), ("ppo", "box"), *WITH_MEMORY]
+    ("name", "kind"),
+    [("dqn", "discrete"), ("sac", "box"), ("iql", "box"), ("ppo", "box"), *WITH_MEMORY],
 )
 def test_a_policy_explores_only_with_a_key(name, kind):
     agent, params = actor(name, kind)
@@ -115,7 +116,7 @@ def test_actions_are_those_of_the_space(name, space, actions, wanted):
 def test_an_iteration_that_learns_returns_its_new_policy(name):
     agent = learner(name)
     for step, (before, state, policy, metrics) in iterations(name).items():
-        learns = step >= 16 or name in PPO
+        learns = step >= 16 or name in ON_POLICY
 
         assert (vector(before[0]) != vector(state[0])).any() == learns
         assert_array_equal(vector(policy), vector(agent.policy_params(state)))
@@ -140,7 +141,7 @@ NORM = dict(max_grad_norm=0.5)
 def test_small_gradients_make_small_steps(name, optimizer, flags, epsilon, norm):
     """Kingma and Ba 2015, algorithm 1: the first step is learning rate * g / (abs(g) + epsilon)."""
     optimizer = getattr(make(name, **flags), optimizer)
-    optimizer = optimizer(0.1) if name in PPO else optimizer
+    optimizer = optimizer(0.1) if name in ON_POLICY else optimizer
     gradient = {"kernel": jnp.array([[1e-7], [-0.01]]), "bias": jnp.array([1.0])}
     step, _ = optimizer.update(gradient, optimizer.init(gradient), gradient)
 
@@ -162,7 +163,7 @@ def test_optimizers_know_the_parameters(name):
 
     optimizer = optax.GradientTransformation(lambda params: (), update)
     agent.critic_optimizer = agent.actor_optimizer = agent.alpha_optimizer = optimizer
-    agent.optimizer = (lambda rate: optimizer) if name in PPO else optimizer
+    agent.optimizer = (lambda rate: optimizer) if name in ON_POLICY else optimizer
 
     def learn(state, rollout):
         train_step(agent, state, rollout, KEY, 24, rollout.observation[0])
@@ -177,7 +178,7 @@ def test_optimizers_know_the_parameters(name):
 @pytest.mark.parametrize(
     ("anneal_lr", "wanted"), [(True, [2e-3, 1.5e-3, 1e-3, 0, 0]), (False, [2e-3] * 5)]
 )
-@pytest.mark.parametrize("name", PPO)
+@pytest.mark.parametrize("name", ON_POLICY)
 def test_the_learning_rate_goes_to_0_or_stays(name, anneal_lr, wanted):
     agent = make(name, anneal_lr=anneal_lr, learning_rate=2e-3, total_timesteps=3_000)
     agent.optimize = lambda state, batch, key, rate: (state, {"rate": rate})
@@ -198,12 +199,15 @@ Q, MLP = "q_0 q_1 q", "actor_0 actor_1 actor critic_0 critic_1 critic"
 DUELING = "value_0 value advantage_0 advantage"
 HEADS = "actor_0 actor critic_0 critic"
 ACTOR = "actor_0 actor_1 mean log_std"
+NORMS = "conv_0_norm conv_1_norm conv_2_norm conv_out_norm"
+NORMALISED = ("q_0 norm_0 q_1 norm_1 q", 69_636, f"{CONVOLUTIONS} {NORMS} q", 114_660)
 # The layers for 2 x 3 numbers, those for images of 4 x 36 x 36, and how many parameters they have.
 LAYERS = {
     "dqn": (Q, 11_344, f"{CONVOLUTIONS} q", 113_316),
     "r2d2": (f"encoder_0 lstm {DUELING}", 43_141, f"{CONVOLUTIONS} lstm {DUELING}", 268_645),
     "sac": (ACTOR, 68_612, f"{CONVOLUTIONS} {ACTOR}", 309_412),
     "ppo": (MLP, 9_541, f"{CONVOLUTIONS} actor critic", 113_829),
+    "pqn": NORMALISED,
     "recurrent_ppo": (f"encoder_0 lstm {HEADS}", 43_141, f"{CONVOLUTIONS} lstm {HEADS}", 268_645),
 }
 
@@ -256,6 +260,7 @@ OF_PPO = dict(total_timesteps=10_240, num_envs=16, num_steps=16, learning_rate=6
 LEARNING = {
     "per_dqn": OF_DQN,
     "ppo": OF_PPO,
+    "pqn": OF_PPO | dict(reward_scale=1, end_e=0.05, hidden_sizes=(64,)),
     "recurrent_ppo": OF_PPO | dict(sequence_length=16, hidden_size=32),
 }
 

@@ -20,8 +20,8 @@ from helpers import ROOT, edited, read_events
 
 import dqn_jax
 
-NAMES = ("dqn_jax", "per_dqn_jax", "ppo_jax", "r2d2_jax", "recurrent_ppo_jax", "sac_jax")
-SCRIPTS = {name: importlib.import_module(name) for name in NAMES}
+NAMES = "dqn_jax per_dqn_jax ppo_jax pqn_jax r2d2_jax recurrent_ppo_jax sac_jax iql_jax"
+SCRIPTS = {name: importlib.import_module(name) for name in NAMES.split()}
 
 
 def text(name):
@@ -97,11 +97,15 @@ OF_PPO += [f"Agent.{name}" for name in ("optimizer", "normalize_rewards", "on_re
     ("name", "other", "functions", "different"),
     [
         ("dqn_jax", "per_dqn_jax", f"{OF_DQN} {OF_TRANSITIONS} QNetwork.__call__", 0),
-        ("dqn_jax", "per_dqn_jax", "Agent.init Agent.act Agent.train_step", 0),
-        ("dqn_jax", "per_dqn_jax", "Agent.__init__", 3),
+        ("dqn_jax", "per_dqn_jax", "Agent.init Agent.act", 0),
+        ("dqn_jax", "per_dqn_jax", "Agent.train_step", 2),  # learning_starts
+        ("dqn_jax", "per_dqn_jax", "Agent.__init__", 12),
         ("dqn_jax", "r2d2_jax", OF_DQN, 0),
         ("dqn_jax", "r2d2_jax", "train_loop", 0),
         ("dqn_jax", "sac_jax", OF_TRANSITIONS, 0),
+        ("sac_jax", "iql_jax", f"Agent.to_env_action Agent.train_step {OF_TRANSITIONS}", 0),
+        ("dqn_jax", "pqn_jax", f"{OF_DQN} Agent.act collect_rollout", 0),
+        ("ppo_jax", "pqn_jax", "train_loop", 0),
         ("dqn_jax", "ppo_jax", "collect_rollout", 0),
         ("r2d2_jax", "recurrent_ppo_jax", "Agent.no_memory keep_memory collect_rollout", 0),
         ("ppo_jax", "recurrent_ppo_jax", " ".join(OF_PPO), 0),

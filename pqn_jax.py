@@ -1,0 +1,556 @@
+"""PQN, parallelised Q-network: Gallici et al. 2024, arXiv 2407.04811. CleanReplay, MIT license.
+
+    python pqn_jax.py --env-id CartPole-v1
+    python pqn_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10
+
+Read `train_loop` first: N environments take S steps in `collect_rollout`, then the agent learns
+from them. If the environment is written in JAX, cleanreplay/compiled.py makes one program of both.
+
+Q-learning without a replay and without a target network: the layers are normalised, the targets are
+the lambda-returns of the rollout. Differs: truncated episodes bootstrap. B: batch size.
+"""
+
+# `uv run` and `pipx run` install what is listed here.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "jax>=0.7,!=0.11.1", "jaxlib>=0.7,!=0.11.1", "flax>=0.11", "optax>=0.2.5",
+#     "gymnasium[classic-control]>=1.1", "numpy>=1.26", "tyro>=0.9.2", "tensorboard>=2.18",
+#     "tqdm>=4.66", "tensorstore>=0.1.72", "safetensors>=0.5",
+# ]
+# ///
+
+import importlib
+import json
+import math
+import re
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import gymnasium as gym
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from gymnasium.spaces import Box
+from gymnasium.vector import AutoresetMode
+from jax import Array
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer import event_file_writer
+from tqdm import tqdm
+
+import buffers
+
+if getattr(find_spec("cleanreplay"), "origin", None):  # None of a folder that is no package
+    import cleanreplay  # saves, resumes, evaluates, sees images, compiles the loop
+    from cleanreplay import UsageError
+else:  # this file and buffers.py alone train and log
+    cleanreplay: Any = None  # type: ignore[no-redef]
+
+    class UsageError(Exception):  # type: ignore[no-redef]
+        """A mistake of the user, which the command line prints as one line."""
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of the algorithm. Steps are environment steps, of all environments together."""
+
+    total_timesteps: int = 500_000  # steps of training
+    num_envs: int = 32  # environments stepped together
+    num_steps: int = 64  # steps of each environment in a rollout
+    hidden_sizes: tuple[int, ...] = (256, 256)  # widths of the layers, but for images
+    num_minibatches: int = 16  # gradient steps per epoch, each on an equal part of the rollout
+    update_epochs: int = 4  # epochs per rollout
+    learning_rate: float = 1e-4  # learning rate of RAdam
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    gamma: float = 0.99  # discount factor
+    q_lambda: float = 0.95  # lambda of the returns: 0 is one step, 1 the whole rollout
+    start_e: float = 1.0  # epsilon, the probability of a random action, at the start
+    end_e: float = 0.2  # epsilon from the end of exploration-fraction on
+    exploration_fraction: float = 0.2  # fraction of total-timesteps over which epsilon is annealed
+    reward_scale: float = 0.1  # factor of the rewards that are learned from
+    max_grad_norm: float = 10.0  # largest norm of a gradient, which is scaled down to it
+    frame_stack: int = 1  # number of last observations that the network sees
+    clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
+    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
+
+
+class QNetwork(nn.Module):
+    """Q(s, .) [B, num_actions] of observations [B, ...], with normalised layers."""
+
+    num_actions: int
+    features: Callable  # makes vectors of observations
+    hidden_sizes: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.features(x)
+        for i, width in enumerate(self.hidden_sizes):
+            x = nn.Dense(width, name=f"q_{i}")(x)
+            x = nn.relu(nn.LayerNorm(name=f"norm_{i}")(x))
+        return nn.Dense(self.num_actions, name="q")(x)
+
+
+class Step(NamedTuple):
+    """A step [N, ...] of N environments, or the steps [S, N, ...] of a rollout.
+
+    An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
+
+        observation   s0     s1     s2     t0     The step at s2 only resets the environment: its
+        terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
+        valid         True   True   False  True   is learned from it.
+    """
+
+    observation: Any
+    action: Any
+    reward: Any
+    terminated: Any  # the episode ended by itself
+    truncated: Any  # a time limit cut the episode off
+    valid: Any  # False if the step only resets
+
+
+class State(NamedTuple):
+    """All that training changes, and so all that a checkpoint must hold."""
+
+    params: Any
+    opt_state: optax.OptState
+
+
+class Batch(NamedTuple):
+    """Steps [B, ...] with their targets."""
+
+    observation: Array
+    action: Array
+    valid: Array
+    target: Array
+
+
+def lambda_returns(rollout: Step, value, next_value, gamma: float, q_lambda: float):
+    """Computes the targets [S, N] from max Q(s, .) and max Q(s', .) [S, N]: section 4 of the paper.
+
+    The largest value takes the place of the next action's, as in Peng's Q(lambda).
+    """
+    bootstrap = jnp.where(rollout.terminated, 0.0, next_value)
+    delta = rollout.reward + gamma * bootstrap - value
+    done = rollout.terminated | rollout.truncated
+    discount = gamma * q_lambda * (rollout.valid & ~done)
+    rest = buffers.discounted_sum(delta, discount, jnp.zeros_like(delta[0]), reverse=True)
+    return value + rest
+
+
+class PQN:
+    """The algorithm, as pure functions of a `State`.
+
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py.
+    """
+
+    def __init__(
+        self, args: Args, observation_space, action_space, shard_batch=lambda batch: batch
+    ):
+        if not isinstance(action_space, gym.spaces.Discrete):
+            raise UsageError(f"PQN takes Discrete actions, not {action_space}: try ppo_jax.py")
+        self.args = args
+        self.shard_batch = shard_batch
+        self.num_actions = int(action_space.n)
+        self.first_action = int(action_space.start)
+        self.rollout_shape = (args.num_steps, args.num_envs)
+        self.steps_per_iteration = args.num_envs * args.num_steps
+        if self.steps_per_iteration % args.num_minibatches > 0:
+            raise UsageError("num_minibatches must divide num_envs * num_steps")
+        self.example_step = example_of(observation_space, action=np.int32(0))
+        seen = features_of(observation_space, args.hidden_sizes, layer_norm=True)
+        self.network: Any = QNetwork(self.num_actions, *seen)
+        exploration_steps = int(args.exploration_fraction * args.total_timesteps)
+        self.epsilon_at = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
+        self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
+
+    def optimizer(self, learning_rate):
+        """Makes RAdam with clipped gradients. The learning rate may change from step to step."""
+        clip = optax.clip_by_global_norm(self.args.max_grad_norm)
+        # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
+        return optax.flatten(optax.chain(clip, optax.radam(learning_rate)))
+
+    def init(self, key) -> State:
+        """Returns the state before training."""
+        params = self.network.init(key, self.example_step.observation[None])
+        return State(params, self.optimizer(self.args.learning_rate).init(params))
+
+    def policy_params(self, state: State):
+        """Returns the part of a state that `act` needs."""
+        return state.params
+
+    def act(self, params, observation, key=None, step=0):
+        """Chooses actions [N]: epsilon-greedily if there is a key, otherwise greedily."""
+        q_values = self.network.apply(params, observation)
+        action = jnp.argmax(q_values, axis=-1)
+        if key is None:
+            return action
+        key = jax.random.fold_in(key, step)
+        uniform = jax.random.uniform(key, (2, *action.shape), jnp.float32)  # one draw is faster
+        explores = uniform[0] < self.epsilon_at(step)
+        random_action = jnp.int32(uniform[1] * self.num_actions)
+        return jnp.where(explores, random_action, action)
+
+    def to_env_action(self, action):
+        """Returns the environment's actions, which need not start at 0."""
+        return action + self.first_action
+
+    def loss(self, params, batch: Batch):
+        """Returns half of the mean squared error of the values, and the metrics."""
+        # One-hot instead of indexing, whose gradient is a slow scatter.
+        chosen = jax.nn.one_hot(batch.action, self.num_actions, dtype=jnp.float32)
+        value = jnp.sum(self.network.apply(params, batch.observation) * chosen, axis=-1)
+        loss = 0.5 * buffers.masked_mean((batch.target - value) ** 2, batch.valid)
+        mean_value = buffers.masked_mean(value, batch.valid)
+        return loss, {"losses/td_loss": loss, "losses/q_values": mean_value}
+
+    def optimize(self, state: State, batch: Batch, key, learning_rate) -> tuple[State, dict]:
+        """Makes the epochs of gradient steps. Returns the State, means of the metrics."""
+        args = self.args
+        optimizer = self.optimizer(learning_rate)
+
+        def gradient_step(state: State, indices):
+            minibatch = self.shard_batch(jax.tree.map(lambda x: x[indices], batch))
+            gradient, metrics = jax.grad(self.loss, has_aux=True)(state.params, minibatch)
+            updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+            return State(optax.apply_updates(state.params, updates), opt_state), metrics
+
+        order = buffers.shuffled_minibatches(
+            key, self.steps_per_iteration, args.update_epochs, args.num_minibatches
+        )
+        state, metrics = jax.lax.scan(gradient_step, state, jax.lax.collapse(order, 0, 2))
+        return state, jax.tree.map(jnp.mean, metrics)
+
+    def train_step(self, state: State, rollout: Step, key, step, next_observation):
+        """Learns from the rollout [S, N] that began at `step`, and that next_observation follows.
+
+        Returns the State, the parameters to act with, and the metrics.
+        """
+        args = self.args
+        reward = jnp.sign(rollout.reward) if args.clip_rewards else rollout.reward
+        rollout = rollout._replace(reward=args.reward_scale * reward)
+        # s' is the s of the next row, also at the end of an episode.
+        next_observation = jnp.asarray(next_observation, rollout.observation.dtype)
+        observations = jnp.concatenate([rollout.observation, next_observation[None]])
+        observations = observations.reshape(-1, *observations.shape[2:])
+        values = jnp.max(self.network.apply(state.params, observations), axis=-1)
+        values = values.reshape(-1, args.num_envs)
+        target = lambda_returns(rollout, values[:-1], values[1:], args.gamma, args.q_lambda)
+        rows = self.steps_per_iteration
+        action, valid, target = jax.tree.map(jnp.ravel, (rollout.action, rollout.valid, target))
+        batch = Batch(observations[:rows], action, valid, target)
+        learning_rate = jnp.float32(args.learning_rate)
+        if args.anneal_lr:
+            learning_rate *= jnp.maximum(1 - step / args.total_timesteps, 0)
+        state, metrics = self.optimize(state, batch, jax.random.fold_in(key, step), learning_rate)
+        metrics["charts/learning_rate"] = learning_rate
+        metrics["charts/epsilon"] = self.epsilon_at(step)
+        return state, self.policy_params(state), metrics
+
+
+def collect_rollout(agent: PQN, envs, params, env_state: tuple, key, step: int):
+    """Takes S steps in N environments. Returns Steps [S, N, ...] and the next `env_state`."""
+    observation, valid = env_state
+    num_steps, num_envs = shape = agent.rollout_shape
+    rollout = Step(*[np.empty((*shape, *x.shape), x.dtype) for x in agent.example_step])
+    observations, actions, rewards, terminations, truncations, valids = rollout
+    for t in range(num_steps):
+        observations[t] = observation  # `envs` may overwrite it
+        action = np.asarray(agent.act(params, observations[t], key, step + t * num_envs))
+        env_action = agent.to_env_action(action)
+        observation, rewards[t], terminations[t], truncations[t], info = envs.step(env_action)
+        actions[t] = action
+        valids[t] = valid
+        valid = ~(terminations[t] | truncations[t])
+    rewards[~valids] = 0  # whatever the environments return for a reset
+    return rollout, (observation, valid)
+
+
+def train_loop(agent: PQN, envs, log, key) -> State:
+    """Collects a rollout and learns from it, again and again. Returns the State at the end."""
+    init_key, act_key, learn_key = jax.random.split(key, 3)
+    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    params = agent.policy_params(state)
+    train_step = log.jit(agent.train_step)
+    with log.saves_on_error(log.first_step):
+        env_state = reset(envs, init_key, log.first_step)
+
+    for step in range(log.first_step, log.total, agent.steps_per_iteration):
+        with log.saves_on_error(step):
+            rollout, env_state = collect_rollout(agent, envs, params, env_state, act_key, step)
+        log.count_episodes(step, rollout)
+        state, params, metrics = train_step(state, rollout, learn_key, step, env_state[0])
+        # Insert your own code here.
+        end = step + agent.steps_per_iteration
+        if log.end_iteration(end, state, params, metrics):
+            break
+    return state
+
+
+Agent = PQN
+ENV_ID = "CartPole-v1"  # of a run without --env-id
+
+
+# === the same in all scripts ===
+
+
+@dataclass(frozen=True)
+class Run:
+    """Flags of the experiment. Several agents or devices need an environment in JAX."""
+
+    exp_name: str = Path(__file__).stem  # part of the folder's name
+    env_id: str = ENV_ID  # Gymnasium environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports MODULE
+    env_kwargs: str = "{}"  # arguments of the environment as JSON, such as {"continuous": true}
+    vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
+    seed: int = 1  # random seed
+    num_seeds: int = 1  # agents trained in parallel, with this seed and those after it
+    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; an agent for each
+    num_devices: int = 1  # devices per process that agents, or environments of one, are spread over
+    distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
+    log_interval: int = 1_000  # steps between two log entries
+    eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
+    eval_episodes: int = 10  # episodes per evaluation; 0: no evaluation
+    eval_max_steps: int = 30_000  # steps after which an evaluation cuts its episodes off
+    eval_explores: bool = False  # explore in evaluations, as at the end of training
+    capture_video: bool = False  # record one more episode at each evaluation
+    checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
+    resume: str = ""  # folder of a run to resume; its flags are the defaults
+    track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
+
+
+def need(what: str) -> Any:
+    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
+    if cleanreplay is None:
+        raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
+    return cleanreplay
+
+
+def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False):
+    """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
+
+    Its layers belong to the flax module that calls it. Also returns the widths of the layers after
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
+    `layer_norm` normalises the layers.
+    """
+    if cleanreplay:
+        how = (init, layer_norm)
+        return cleanreplay.networks.features_of(observation_space, hidden_sizes, *how)
+    size = math.prod(observation_space.shape)
+    return lambda x: x.reshape(x.shape[0], size).astype(jnp.float32), hidden_sizes
+
+
+def example_of(observation_space, action, *more) -> Step:
+    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    is_bytes = observation_space.dtype in (np.uint8, bool)
+    dtype = observation_space.dtype if is_bytes else np.float32
+    observation = np.zeros(observation_space.shape, dtype)
+    return Step(observation, action, np.float32(0), np.False_, np.False_, np.False_, *more)
+
+
+def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
+    """Makes N environments that are stepped together."""
+    wrappers: list = []  # of a single environment, such as gym.wrappers.TimeAwareObservation
+    kwargs = json.loads(run.env_kwargs)
+    if video_folder:
+        kwargs["render_mode"] = "rgb_array"
+        wrappers.append(partial(gym.wrappers.RecordVideo, video_folder=video_folder))
+    mode: Any = run.vectorization if training else "sync"  # processes take seconds to start
+    if run.vectorization == "auto":  # None: the environment's own vector version, or sync
+        mode = "sync" if wrappers else None
+    start = "spawn" if sys.platform == "win32" else "forkserver"  # a fork of JAX can hang
+    how = {"context": start} if mode == "async" else None
+    make = partial(gym.make_vec, run.env_id, num_envs, wrappers=wrappers, **kwargs)
+    warnings.filterwarnings("ignore", ".*AutoresetMode")  # the mode is checked below
+    module, _, name = run.env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)  # registers its environments
+    is_toy = str(gym.spec(name).vector_entry_point).startswith("gymnasium.envs.")
+    if mode is None and is_toy and num_envs < 4:  # those of Gymnasium are slow for a few
+        mode = "sync"
+    envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
+    if mode is None and hasattr(envs.unwrapped, "func_env"):
+        envs.close()  # it steps those written in JAX wrongly: where one resets, others stand still
+        envs = make(vectorization_mode="sync")
+    if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
+        raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
+    space = envs.single_observation_space
+    is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
+    if args.frame_stack > 1 or not is_vector:
+        envs = need("images, frame_stack or no Box").environments.wrap(envs, args.frame_stack)
+    return cleanreplay.environments.Successes(envs) if cleanreplay and training else envs
+
+
+def reset(envs, key, step: int):
+    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
+    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
+    observation, _ = envs.reset(seed=seed)
+    return observation, np.ones(envs.num_envs, bool)
+
+
+class Log(AbstractContextManager):
+    """The charts of a run in TensorBoard, and its progress.
+
+    `cleanreplay.experiment.Experiment` has the same methods, and also saves, resumes and evaluates.
+    """
+
+    def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
+        self.agent, self.run, self.args = agent, run, agent.args
+        self.folder = folder
+        self.stop = stop  # has an item if the run is to end
+        self.first_step = 0
+        self.total = agent.args.total_timesteps
+        self.steps_per_iteration = agent.steps_per_iteration
+        self.unfinished = np.zeros((2, agent.args.num_envs))  # return and length of each episode
+        self.ended: list = []  # returns and lengths of the episodes that are to be logged
+        self.recent_returns: deque = deque(maxlen=100)
+        self.writer: Any = None
+
+    def open(self, first_step: int, recent_returns=(), quiet: bool | None = None, writer=None):
+        """Begins the charts and the bar of progress. A run that is resumed has a `first_step`."""
+        if not quiet:
+            where = f"{self.unfinished.shape[1]} x {self.run.env_id}"
+            tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
+        self.first_step = first_step
+        self.recent_returns.extend(recent_returns)
+        self.start_time = time.monotonic()
+        self.bar: Any = tqdm(initial=first_step, total=self.total, unit=" steps", disable=quiet)
+        # The class is looked up only now, because W&B has replaced it in its module.
+        self.writer = writer or event_file_writer.EventFileWriter(str(self.folder), flush_secs=1)
+
+    def begin(self, envs, init) -> State:
+        """Begins the run in these environments. Returns the State of `init()`."""
+        names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
+        names += ["save_experience", "her_fraction", "init_from", "sweep"]
+        read_data = getattr(self.agent, "read_data", None)  # from a file, without the package
+        names += [] if read_data else ["offline_data"]
+        for flags in (self.run, self.args):
+            for flag in names:
+                if getattr(flags, flag, None) != getattr(type(flags), flag, None):
+                    need(flag)
+        tqdm.write("nothing is saved or evaluated: the package cleanreplay is not installed")
+        self.open(first_step=0)
+        return read_data(init()) if read_data else init()
+
+    def jit(self, train_step, **how):
+        """Compiles `train_step`."""
+        return jax.jit(train_step, **how)
+
+    def saves_on_error(self, step: int, learned=None):
+        """In `with`: if the environments fail, nothing is saved here."""
+        return nullcontext()
+
+    def count_episodes(self, step: int, rollout: Step):
+        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        done = rollout.terminated | rollout.truncated
+        rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
+        for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
+            self.unfinished += row
+            if is_end:
+                self.ended.extend(self.unfinished[:, over].T)
+                self.unfinished[:, over] = 0
+
+    def end_iteration(self, end: int, state: State, params, metrics: dict) -> bool:
+        """Logs what is due at step `end`. Returns whether the run is over."""
+        is_last = end >= self.total or len(self.stop) > 0
+        if is_last or buffers.is_due(self.run.log_interval, end - self.steps_per_iteration, end):
+            self.add_metrics(end, metrics)
+        return is_last
+
+    def add_metrics(self, step: int, metrics: dict):
+        """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
+        speed = (step - self.first_step) / max(time.monotonic() - self.start_time, 1e-9)
+        metrics = metrics | {"charts/SPS": speed}
+        if self.ended:
+            returns, lengths = np.transpose(self.ended)
+            metrics["charts/episodic_return"] = returns.mean()
+            metrics["charts/episodic_length"] = lengths.mean()
+            self.recent_returns.extend(returns)
+            self.ended.clear()
+        self.write(step, metrics)
+        progress = f"return {self.mean_return():.2f}"
+        if self.bar.disable and buffers.is_due(self.total // 20, self.bar.n, step):
+            print(f"{step:,} steps, {speed:,.0f} a second, {progress}", flush=True)
+        self.bar.n = step
+        self.bar.set_postfix_str(progress)
+
+    def write(self, step: int, metrics: dict, wall_time: float = 0):
+        """Adds a point to each chart whose number is finite."""
+        event = Event(wall_time=wall_time or time.time(), step=step)
+        for tag, x in metrics.items():
+            if math.isfinite(x):
+                event.summary.value.add(tag=tag, simple_value=x)
+        self.writer.add_event(event)  # one event for all charts is fastest
+
+    def at_evaluation(self, step: int, params, returns):
+        """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
+
+    def mean_return(self) -> float:
+        """Returns the mean return of the last 100 episodes, NaN before the first."""
+        return float(np.mean(self.recent_returns or np.nan))
+
+    def __exit__(self, *error):
+        if self.writer:
+            self.writer.close()
+
+
+def train(args: Args, run: Run, stop: list | None = None):
+    """Trains until total_timesteps, or until `stop` has an item.
+
+    Returns the State, the mean returns [num_agents] of the last episodes, and the run's folder.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # with it `act` takes 3 times as long
+    stop = [] if stop is None else stop
+    name = f"{run.env_id}__{run.exp_name}__{run.seed}__{time.time_ns() // 10**3}"
+    folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
+    make_more = partial(make_envs, args, run)
+    first = cleanreplay.flags.check(args, run, make_more) if cleanreplay else make_more(1)
+    with closing(first):  # all that is to know of the environments is read from it
+        spaces = (first.single_observation_space, first.single_action_space)
+        more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
+        make_agent = partial(Agent, args, *spaces, **more)
+        jax_env = cleanreplay and cleanreplay.jax_envs.find_jax_env(first, run)
+        env_spaces: Any = cleanreplay and cleanreplay.spaces.of_envs(first)
+    if jax_env:
+        script = (make_agent, make_more, Log, __file__)
+        return cleanreplay.compiled.train(*script, jax_env, env_spaces, run, folder, stop)
+    if cleanreplay and jax.process_count() > 1:  # each steps a share of the environments
+        make_more = partial(cleanreplay.shares.make_envs, make_more)
+    agent = make_agent()
+    log = Log(agent, run, folder, stop)
+    experiment: Any = log
+    if cleanreplay:
+        experiment = cleanreplay.experiment.Experiment(log, agent, make_more, __file__, env_spaces)
+    with experiment, closing(make_more(args.num_envs, training=True)) as envs:
+        state = train_loop(agent, envs, experiment, jax.random.PRNGKey(run.seed))
+    return state, np.array([log.mean_return()]), log.folder
+
+
+def main():
+    """Runs the command line. Exit codes: 1 for an error, 2 for a usage error, 130 for Ctrl-C."""
+    Flags = NamedTuple("Flags", [("experiment", Run), ("algorithm", Args)])  # noqa: UP014
+    what = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # the paper, and two commands
+    parse = partial(tyro.cli, Flags, description=what, config=[tyro.conf.OmitArgPrefixes])
+    stop: list[int] = []
+    try:
+        run, args = cleanreplay.flags.parse(parse) if cleanreplay else parse()
+        _, returns, folder = train(args, run, stop)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+    print(f"{folder}: mean return of the last episodes {np.mean(returns):.2f}")
+    sys.exit(130 if stop else 0)
+
+
+if __name__ == "__main__":
+    main()
