@@ -217,6 +217,7 @@ def edited(script, *replaced):
 
 # Scripts that the diffs of docs/other_algorithms/ make, and those that they make them from.
 OTHER_ALGORITHMS = {"c51_jax": "per_dqn_jax", "qr_dqn_jax": "per_dqn_jax", "td3_jax": "sac_jax"}
+OTHER_ALGORITHMS |= {"td3_bc_jax": "iql_jax", "cql_jax": "dqn_jax"}
 
 
 def diff_of(name):

@@ -8,7 +8,7 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from helpers import COUNTER, gradient_steps, one_line, read_events
+from helpers import COUNTER, gradient_steps, network_of, one_line, read_events
 from numpy.testing import assert_array_equal
 from small_agents import make, vector
 
@@ -189,3 +189,17 @@ def test_the_best_episodes_are_kept():
     assert kept(0.25) == [[7, 9, 11], [True, True, False]]
     assert kept(0.5) == [[1, 3, 5, 7, 9, 11], [True, True, False, True, True, False]]
     assert len(kept(0.99)[0]) == 12
+
+
+def test_what_a_run_without_learning_has_seen_is_learned(optimised):
+    """Two steps, reward 1 at the second: with a discount of 0.5 their values are 0.5 and 1."""
+    run = dqn_jax.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
+    steps = dict(total_timesteps=800, num_envs=8, buffer_size=200, learning_starts=799, end_e=1.0)
+    _, _, folder = dqn_jax.train(dqn_jax.Args(**steps, save_experience=True), run)
+    learning = dict(learning_rate=1e-2, gamma=0.5, target_network_frequency=10, batch_size=64)
+    data = dict(offline_data=str(folder), offline_fraction=1, total_timesteps=2_000)
+    state, _, _ = dqn_jax.train(dqn_jax.Args(**learning, **data), run)
+
+    network = network_of(dqn_jax, np.zeros((1, 1), np.float32))
+    q = network.apply(state.params, np.array([[0.0], [1.0]], np.float32))
+    np.testing.assert_allclose(q, [[0.5, 0.5], [1.0, 1.0]], atol=0.02)

@@ -8,16 +8,18 @@ from helpers import OTHER_ALGORITHMS, ROOT, diff_of, other_algorithm
 
 import cleanreplay
 import dqn_jax
+import iql_jax
 import per_dqn_jax
 import ppo_jax
+import pqn_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
 
 pytestmark = pytest.mark.pages
 
-MODULES_OF_SCRIPTS = (dqn_jax, per_dqn_jax, ppo_jax, r2d2_jax, recurrent_ppo_jax, sac_jax)
-SCRIPTS = {x.__name__: x for x in MODULES_OF_SCRIPTS}
+OF_VALUES = (dqn_jax, per_dqn_jax, r2d2_jax, sac_jax, iql_jax, pqn_jax)
+SCRIPTS = {x.__name__: x for x in (*OF_VALUES, ppo_jax, recurrent_ppo_jax)}
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *ROOT.glob("benchmarks/*.md")]
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
@@ -118,6 +120,7 @@ def test_tables_of_metrics_are_those_of_the_scripts(name):
     logged = metrics((ROOT / f"{name}.py").read_text(), '"')
     logged |= {f"eval/{name}" for name in cleanreplay.experiment.STATISTICS}
     logged |= {"charts/success_rate", "eval/success_rate"}
+    logged |= {"eval/normalized"} if hasattr(SCRIPTS[name].Args(), "expert_return") else set()
     own = PAGES[f"docs/{name.removesuffix('_jax')}.md"] + PAGES["docs/runs.md"]
 
     assert metrics(own, "`") <= logged

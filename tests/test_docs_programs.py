@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, find_jax_env, make_agent, network_of, read_events, save_agent, slow
+from helpers import ROOT, find_jax_env, make_agent, read_events, save_agent, slow
 from test_docs import PAGES, blocks
 
 import buffers
@@ -156,26 +156,6 @@ def test_environments_train(library, script, env_id, flags, least, monkeypatch):
     scalars, _ = read_events(script.train(args, run)[2])
     assert scalars["eval/episodic_return"][-1][1] >= least
     assert ("eval/success_rate" in scalars) == ("her_fraction" in flags)
-
-
-def test_experience_on_disk_alone_is_learned_from(monkeypatch):
-    """Two steps, reward 1 at the second: with a discount of 0.5 their values are 0.5 and 1."""
-    learning = dict(learning_rate=1e-2, gamma=0.5, target_network_frequency=40, batch_size=64)
-    # Nothing is learned before; the replay holds a quarter of what is kept on disk.
-    steps = dict(total_timesteps=800, num_envs=8, buffer_size=200, learning_starts=799)
-    args = dqn_jax.Args(**learning, **steps, end_e=1.0, train_frequency=4, save_experience=True)
-    run = dqn_jax.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
-    _, _, folder = dqn_jax.train(args, run)
-    code = MODULES["my_offline_dqn"].replace("PENALTY = 20.0", "PENALTY = 0.0")
-    Path("my_offline_dqn.py").write_text(code.replace("range(20)", "range(2)"))
-    monkeypatch.setattr(sys, "argv", ["my_offline_dqn.py", str(folder)])
-    state = runpy.run_path("my_offline_dqn.py", run_name="__main__")["state"]
-
-    assert state.replay.size == 100  # rows of 8 steps
-    assert state.opt_state[0].count == 2_000
-    network = network_of(dqn_jax, np.zeros((1, 1), np.float32))
-    q = network.apply(state.params, np.array([[0.0], [1.0]], np.float32))
-    np.testing.assert_allclose(q, [[0.5, 0.5], [1.0, 1.0]], atol=0.02)
 
 
 # Whatever of a recipe is made smaller for its test.

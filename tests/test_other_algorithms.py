@@ -40,14 +40,18 @@ def test_a_diff_applies_at_one_place_only(name, tmp_path):
 BOUNDS = gym.spaces.Box(-2.0, 2.0, (1,))
 
 
+OF_BOX = ("td3_jax", "td3_bc_jax")
+
+
 @pytest.mark.parametrize("name", OTHER_ALGORITHMS)
 def test_a_copy_learns_from_a_rollout(name):
     module = other_algorithm(name)
     sizes = dict(num_envs=4, train_frequency=40, learning_starts=8, batch_size=8, buffer_size=100)
-    args = module.Args(**sizes, hidden_sizes=(5,))
-    agent = module.Agent(args, box(1), BOUNDS if name == "td3_jax" else TWO)
+    data = dict(offline_data="data.npz", offline_fraction=0.5) if name == "td3_bc_jax" else {}
+    args = module.Args(**sizes, **data, hidden_sizes=(5,))
+    agent = module.Agent(args, box(1), BOUNDS if name in OF_BOX else TWO)
     rollout, _ = random_rollout(np.random.default_rng(0), 10, np.zeros(4, bool))
-    if name == "td3_jax":
+    if name in OF_BOX:
         rollout = rollout._replace(action=np.float32(rollout.action[..., None]))
     state = jax.jit(agent.init)(KEY)
     after, _, metrics = jax.jit(agent.train_step)(state, module.Step(*rollout), KEY, 0)
@@ -200,3 +204,47 @@ def test_td3_moves_policy_and_targets_at_every_second_step():
     assert_allclose(second.target_actor, 0.75 * 0.9 + 0.25 * actor, rtol=1e-5)
     wanted = 0.75 * TARGET_CRITICS + 0.25 * second.critics
     assert_allclose(second.target_critics, wanted, rtol=1e-5)
+
+
+def test_td3_bc_imitates_and_maximises_the_value_in_its_own_unit():
+    """Eq. 5, with the gradient of the policy at every second step."""
+    module = other_algorithm("td3_bc_jax")
+    args = module.Args(offline_data="x", offline_fraction=0.5, bc_alpha=2.0, hidden_sizes=(5,))
+    agent = module.Agent(args, box(1), BOUNDS)
+    state = jax.jit(agent.init)(KEY)
+    windows = windows_by_hand()
+    windows = windows._replace(action=windows.action[..., None] / 2)
+    batch = agent.to_transitions(windows, KEY)
+    networks = state.networks
+    loss = agent.actor_loss(networks.actor, networks.critics, batch)
+
+    action = np.tanh(agent.actor.apply(networks.actor, batch.observation))
+    q = np.asarray(agent.q_values(networks.critics, batch.observation, action))[0]
+    rows = np.asarray(batch.valid)
+    imitation = ((action - batch.action) ** 2).mean(axis=1)[rows].mean()
+    assert_allclose(loss, imitation - 2 * q[rows].mean() / abs(q[rows]).mean(), rtol=1e-5)
+    agent.replay = SimpleNamespace(sample=lambda *inputs: SimpleNamespace(experience=windows))
+    first, _ = agent.gradient_step(state, KEY, 1)
+    second, _ = agent.gradient_step(state, KEY, 2)
+    of_actor = [ravel_pytree(x.networks.actor)[0] for x in (state, first, second)]
+    assert_array_equal(of_actor[0], of_actor[1])
+    assert (of_actor[0] != of_actor[2]).any()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 3.0])
+def test_cql_lowers_the_values_of_other_actions(penalty):
+    """Eq. 4 of Kumar et al. 2020."""
+    module = other_algorithm("cql_jax")
+    agent = module.Agent(module.Args(penalty=penalty, hidden_sizes=(5,)), box(1), TWO)
+    state = jax.jit(agent.init)(KEY)
+    batch = agent.to_transitions(windows_by_hand(), KEY)
+    plain = module.DQN.loss
+    loss, metrics = plain(agent, state.params, state.target_params, batch)
+
+    q_values = np.asarray(agent.network.apply(state.params, batch.observation))
+    next_q = np.asarray(agent.network.apply(state.target_params, batch.next_observation))
+    taken = q_values[np.arange(len(q_values)), batch.action]
+    rows = np.asarray(batch.valid)
+    errors = (batch.reward + batch.discount * next_q.max(axis=1) - taken)[rows] ** 2
+    excess = (scipy.special.logsumexp(q_values, axis=1) - taken)[rows]
+    assert_allclose(loss, errors.mean() + penalty * excess.mean(), rtol=1e-5)
