@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import ROOT, find_jax_env, make_agent, read_events, save_agent, slow
 from test_docs import PAGES, blocks
@@ -74,7 +73,7 @@ def test_the_vault_of_the_page_holds_the_rows():
     assert names["steps"]["reward"].tolist() == steps["reward"].tolist()
 
 
-@pytest.mark.parametrize(("number", "runs"), [(3, 1), (4, 3)])
+@pytest.mark.parametrize(("number", "runs"), [(2, 1), (3, 3)])
 def test_train_is_called_from_python(number, runs):
     run_block("docs/runs.md", number, "20_000", "200, learning_starts=150")
     assert len(list(Path("runs").glob("*/args.json"))) == runs
@@ -93,14 +92,6 @@ def test_a_saved_agent_plays_an_episode(page, number, script, env_id, frames):
     save_agent(script, env_id=env_id, frame_stack=frames)
     names = run_block(page, number, r'"runs/.*"', '"."')
     assert names["episodic_return"] >= 8
-
-
-def test_an_agent_is_read_with_numpy():
-    agent, params = save_agent(dqn_jax, env_id="CartPole-v1")
-    names = run_block("docs/runs.md", 2, "runs/.*(?=/best)", ".")
-
-    observations = np.random.default_rng(0).normal(size=(10, 4))
-    np.testing.assert_array_equal(names["actions"], agent.act(params, np.float32(observations)))
 
 
 @pytest.mark.filterwarnings("ignore")  # of Minari
