@@ -810,6 +810,11 @@ class Log(AbstractContextManager):
                 event.summary.value.add(tag=tag, simple_value=x)
         self.writer.add_event(event)  # one event for all charts is fastest
 
+    def finish(self, why: str):
+        """Ends the run with this iteration or the next one: saved, evaluated, exit code 0."""
+        tqdm.write(f"the run ends: {why}")
+        self.total = 0
+
     def at_evaluation(self, step: int, params, returns):
         """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
 

@@ -482,7 +482,8 @@ def train_loop(
         is_interrupted = distributed.any_process(len(stop) > 0)
         if is_interrupted and not stop:  # the signal came to another process
             stop.append(signal.SIGTERM)
-        is_last = is_interrupted or end >= total
+        is_finished = distributed.any_process(any(log.total == 0 for log in logs))
+        is_last = is_interrupted or is_finished or end >= total
         if is_last or buffers.is_due(run.checkpoint_interval, step, end):
             params = trainer.first_params(runner)
             run_folder.save(end, runner, params, list(returns), **trainer.sweep.about())
@@ -492,4 +493,6 @@ def train_loop(
             means = evaluate(runner, end)
             if trainer.agent.rollout_shape[0] == 0:  # no other episodes are played
                 returns = means
+        if is_last:
+            break
     return runner, returns

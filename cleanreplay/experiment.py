@@ -84,8 +84,8 @@ class Experiment(AbstractContextManager):
         learn = jax.jit(train_step, **how)
         if jax.process_count() == 1:
             return learn
-        frame_stack = self.agent.args.frame_stack
-        self.exchange = shares.Exchange(learn, self.envs, frame_stack, self.signals)
+        more = (self.agent.args.frame_stack, self.signals, self.log)
+        self.exchange = shares.Exchange(learn, self.envs, *more)
         self.on_exit.push(self.leave)
         return self.exchange
 

@@ -157,6 +157,9 @@ class Log(Protocol):
     def write(self, step: int, metrics: dict, wall_time: float = 0) -> None:
         """Adds a point to each chart whose number is finite."""
 
+    def finish(self, why: str) -> None:
+        """Ends the run with this iteration or the next one. Sets `total` to 0."""
+
     def at_evaluation(self, step: int, params: Any, returns: Any) -> None:
         """Is called after an evaluation with the parameters of `act`, and the returns of episodes.
 

@@ -18,8 +18,9 @@ from gymnasium.vector.utils import batch_space
 
 from cleanreplay import disk, distributed
 from cleanreplay.errors import LostProcessError, UsageError
+from cleanreplay.protocol import Log
 
-CHECKSUM, STOP, FAILED = range(3)  # numbers that travel with a rollout
+CHECKSUM, STOP, FAILED, FINISHED = range(4)  # numbers that travel with a rollout
 
 
 def divide(num_envs: int) -> list[slice]:
@@ -87,11 +88,15 @@ class Exchange:
       envs: the `Share` that trains.
       frame_stack: K, of which only the newest frame travels.
       signals: those of this process.
+      log: whose `finish` may have been called, in one of the processes.
     """
 
-    def __init__(self, learn: Callable, envs: Any, frame_stack: int, signals: list) -> None:
+    def __init__(
+        self, learn: Callable, envs: Any, frame_stack: int, signals: list, log: Log
+    ) -> None:
         self.learn = learn
         self.envs = envs
+        self.log = log
         self.slices = divide(envs.num_envs)
         self.frame_stack = frame_stack
         self.older: Any = None  # [N, K - 1, ...], the frames before the next rollout
@@ -120,8 +125,8 @@ class Exchange:
         """Ends the run of this process: waits for the others, or tells them of an error here."""
         if isinstance(error, LostProcessError) or (error and not self.sent):
             return
-        self.sent = self.sent or [np.zeros(3, int)]  # of a run that was complete at its start
-        self.sent[0][:] = (self.checksum, 0, error is not None)
+        self.sent = self.sent or [np.zeros(4, int)]  # of a run that was complete at its start
+        self.sent[0][:] = (self.checksum, 0, error is not None, 0)
         told, *_ = all_gather(self.sent)  # the first process may still evaluate
         if error:
             return
@@ -143,10 +148,12 @@ class Exchange:
         parts = [np.zeros((len(x), width, *x.shape[2:]), x.dtype) for x in leaves]
         for part, x in zip(parts, leaves, strict=True):
             part[:, : own.stop - own.start] = x[:, own]
-        told = np.array([self.checksum, max([*self.signals, 0]), 0])
+        told = np.array([self.checksum, max([*self.signals, 0]), 0, self.log.total == 0])
         self.sent = [told, successes, *parts]
         told, successes, *parts = all_gather(self.sent)
         check(told)
+        if told[:, FINISHED].any():
+            self.log.total = 0
         self.successes = list(successes[~np.isnan(successes)])
         self.stop = [signal.Signals(told[:, STOP].max())] if told[:, STOP].any() else []
         sizes = [rows.stop - rows.start for rows in self.slices]
@@ -196,7 +203,7 @@ def checksum(params: Any) -> int:
 def check(told: np.ndarray) -> None:
     """Raises an error in all processes if one of them failed, or has learned other parameters.
 
-    `told` [P, 3] are the numbers that travel with a rollout.
+    `told` [P, 4] are the numbers that travel with a rollout.
     """
     failed = np.flatnonzero(told[:, FAILED])
     if failed.size > 0:

@@ -18,11 +18,12 @@ from test_docs import PAGES
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
+from cleanreplay import checkpoints
 
 pytestmark = pytest.mark.pages
 
 
-def changed(*headings, script=dqn_jax):
+def changed(*headings, script=dqn_jax, old="is_due(10_000,", new="is_due(100,"):
     """A script with the changes under headings. Those of ppo_jax.py come last, after its name."""
     pairs = []
     for heading in headings:
@@ -30,8 +31,7 @@ def changed(*headings, script=dqn_jax):
         answer = answer.split("In `ppo_jax.py`")[script is ppo_jax]
         diffs = re.findall(r"```diff\n(.*?)```", answer, re.DOTALL)
         pairs += [pair for diff in diffs for pair in hunks(f"@@\n{diff}")]
-    often = [(old, new.replace("is_due(10_000,", "is_due(100,")) for old, new in pairs]
-    module = edited(script, *often)
+    module = edited(script, *[(before, after.replace(old, new)) for before, after in pairs])
     module.io, module.PIL = io, PIL  # which the page says to import
     return module
 
@@ -56,17 +56,18 @@ class Crashes(Given):
 gym.register("Crashes-v0", Crashes, max_episode_steps=9, disable_env_checker=True)
 
 
-def trained(*headings, script=dqn_jax, **flags):
+def trained(*headings, script=dqn_jax, flags=(), **how):
     """What a short run is of, in a script that is changed like this."""
-    module = changed(*headings, script=script)
+    module = changed(*headings, script=script, **how)
     short = dict(total_timesteps=480, num_envs=2, learning_starts=200, log_interval=240)
     short |= dict(env_id="Crashes-v0", eval_episodes=0, checkpoint_interval=0)
-    args, run = flags_of(module, **short | flags)
+    args, run = flags_of(module, **short | dict(flags))
     state, _, folder = module.train(args, run)
     events = EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0}).Reload()
     agent = make_agent(module, args, run)
     scalars, _ = read_events(folder)
-    return SimpleNamespace(agent=agent, state=state, scalars=scalars, events=events)
+    about = dict(agent=agent, state=state, scalars=scalars, events=events, folder=folder)
+    return SimpleNamespace(**about)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def test_other_changes_apply(heading, script):
 def test_a_layer_is_frozen():
     """It stays that of the agent that the run began with."""
     _, before = save_agent(dqn_jax, env_id="Crashes-v0")
-    run = trained("freeze a layer", init_from=str(Path.cwd()))
+    run = trained("freeze a layer", flags=dict(init_from=str(Path.cwd())))
 
     for name, layer in before["params"].items():
         assert np.array_equal(weights(run, name), layer["kernel"]) == (name == "q_0")
@@ -170,3 +171,15 @@ def test_actions_are_those_that_a_mask_allows(script):
     greedy = act(params, observation, jax.random.key(0), 10**6)
     for action in (explored, greedy, agent.act(params, observation)):
         assert observation[np.arange(64), np.asarray(action)].all()
+
+
+@pytest.mark.parametrize("env_id", ["Crashes-v0", "phys2d/CartPole-v1"])
+def test_a_run_that_is_good_enough_ends(env_id):
+    """After the evaluation at step 240, with the next iteration: it is saved and evaluated."""
+    flags = dict(env_id=env_id, eval_episodes=1, eval_interval=240, total_timesteps=4_800)
+    flags |= dict(checkpoint_interval=240)
+    run = trained("stop when it is good enough", old=">= 475", new=">= 0", flags=flags)
+    first, last = [step for step, _ in run.scalars["eval/episodic_return"]]
+
+    assert first == 240
+    assert first < last == checkpoints.steps_in(run.folder)[-1] < 1_000

@@ -79,6 +79,15 @@ def test_train_is_called_from_python(number, runs):
     assert len(list(Path("runs").glob("*/args.json"))) == runs
 
 
+def test_a_run_is_resumed_from_python():
+    args = dqn_jax.Args(total_timesteps=200, learning_starts=150)
+    _, _, folder = dqn_jax.train(args, dqn_jax.Run(eval_episodes=0))
+    names = run_block("docs/runs.md", 4, 'runs/.*(?=")', str(folder))
+
+    assert names["folder"] == folder
+    assert cleanreplay.checkpoints.newest(folder).parent.name == "400"
+
+
 @pytest.mark.parametrize(
     ("page", "number", "script", "env_id", "frames"),
     [

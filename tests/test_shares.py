@@ -69,7 +69,8 @@ def exchange(monkeypatch):
     """An exchange of a single process, which returns what it would learn from."""
     monkeypatch.setattr(distributed, "gather", lambda x: x[None])
     envs = SimpleNamespace(num_envs=2, ended=[])
-    return shares.Exchange(lambda *given: given, envs, frame_stack=3, signals=[])
+    log = SimpleNamespace(total=100)
+    return shares.Exchange(lambda *given: given, envs, frame_stack=3, signals=[], log=log)
 
 
 def test_a_rollout_arrives_with_its_stacks(exchange):
@@ -85,6 +86,21 @@ def test_a_rollout_arrives_with_its_stacks(exchange):
         _, arrived, _, _, following = exchange("state", rollout, key, step, state[0])
         jax.tree.map(np.testing.assert_array_equal, arrived, rollout)
         np.testing.assert_array_equal(following, state[0])
+
+
+def test_the_end_of_one_process_is_the_end_of_all(exchange, monkeypatch):
+    def gather(sent):
+        other = sent.copy()
+        other[8 * shares.FINISHED] = 1  # the numbers of 8 bytes come first
+        return np.stack([sent, other])
+
+    step = dqn_jax.Step(np.zeros((2, 2, 3, 1)), *[np.zeros((2, 2), bool)] * 5)
+    exchange("state", step, None, 0)
+    assert exchange.log.total == 100
+    monkeypatch.setattr(distributed, "gather", gather)
+    exchange.slices = [slice(0, 2), slice(2, 4)]
+    exchange("state", step, None, 0)
+    assert exchange.log.total == 0
 
 
 def test_signals_and_successes_travel_with_a_rollout(exchange):
@@ -103,12 +119,12 @@ def test_signals_and_successes_travel_with_a_rollout(exchange):
 @pytest.mark.parametrize(
     ("told", "error", "text"),
     [
-        ([[5, 0, 0], [5, 0, 1]], LostProcessError, "process 1 failed"),
-        ([[5, 0, 0], [5, 0, 0], [6, 0, 0]], UsageError, "process 2 has learned other parameters"),
+        ([[5, 0, 0, 0], [5, 0, 1, 0]], LostProcessError, "process 1 failed"),
+        ([[5] + [0] * 3, [5] + [0] * 3, [6] + [0] * 3], UsageError, "process 2 has learned other"),
     ],
 )
 def test_all_end_if_one_fails_or_learns_something_else(told, error, text):
-    shares.check(np.array([[5, 0, 0], [5, 0, 0]]))
+    shares.check(np.array([[5, 0, 0, 0], [5, 0, 0, 0]]))
     with pytest.raises(error, match=text):
         shares.check(np.array(told))
 
