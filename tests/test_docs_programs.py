@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import jax.numpy as jnp
 import pytest
 from helpers import ROOT, find_jax_env, make_agent, read_events, save_agent, slow
@@ -101,6 +102,17 @@ def test_a_saved_agent_plays_an_episode(page, number, script, env_id, frames):
     save_agent(script, env_id=env_id, frame_stack=frames)
     names = run_block(page, number, r'"runs/.*"', '"."')
     assert names["episodic_return"] >= 8
+
+
+def test_the_corridor_draws_itself(monkeypatch):
+    write_module("my_corridor", monkeypatch)
+    env = gym.make("my_corridor:Corridor-v0", render_mode="rgb_array")
+    env.reset(seed=0)
+    env.step(1)
+    image = env.render()
+
+    assert image.shape == (40, 400, 3)
+    assert (image[0, ::40] == 255).all(axis=1).tolist() == [True, False] + [True] * 8
 
 
 @pytest.mark.filterwarnings("ignore")  # of Minari
