@@ -39,7 +39,8 @@ def join(how: str) -> None:
             jax.distributed.initialize(
                 address, int(processes), int(own_id), heartbeat_timeout_seconds=HEARTBEAT
             )
-        gather(np.uint8(0))  # they connect now: JAX waits half a minute for that, and then for ever
+        # They connect now, for which JAX waits half a minute. Later it waits for any time.
+        multihost_utils.process_allgather(np.uint8(0))
     except (RuntimeError, ValueError) as error:
         first_line = str(error).partition("\n")[0]
         raise UsageError(f"distributed: {first_line}") from error
