@@ -193,9 +193,8 @@ def log_returns(log: Log, step: int, returns: np.ndarray, successes: np.ndarray)
     With two returns for reference eval/normalized is the mean return between 0 and 100.
     """
     values = {f"eval/{name}": f(returns) for name, f in STATISTICS.items()}
-    low = getattr(log.args, "random_return", np.nan)
-    high = getattr(log.args, "expert_return", np.nan)
-    if low != high:
+    if hasattr(log.args, "expert_return"):
+        low, high = log.args.random_return, log.args.expert_return
         values["eval/normalized"] = 100 * (returns.mean() - low) / (high - low)
     log.write(step, values | {"eval/success_rate": rate(successes)})
 

@@ -100,23 +100,17 @@ ALONE = dict(offline_fraction=1, total_timesteps=200, batch_size=8, hidden_sizes
 NEVER = COUNTER | dict(env_kwargs='{"fail_at": 1}', checkpoint_interval=100)  # it cannot be stepped
 
 
-def test_data_alone_take_no_steps_of_an_environment():
-    args = dqn_jax.Args(offline_data=counted(), **ALONE)
-    state, _, folder = dqn_jax.train(args, dqn_jax.Run(**NEVER))
+def test_data_alone_take_no_steps_and_a_resumed_run_is_the_one_that_never_stopped():
+    args, run = dqn_jax.Args(offline_data=counted(), **ALONE), dqn_jax.Run(**NEVER)
+    whole, _, folder = dqn_jax.train(args, run)
+    _, _, half = dqn_jax.train(replace(args, total_timesteps=100), run)
+    resumed, _, _ = dqn_jax.train(args, replace(run, resume=str(half)))
     scalars, _ = read_events(folder)
 
-    assert gradient_steps(state) == 200
+    assert gradient_steps(whole) == 200
     assert scalars["charts/gradient_steps"][-1] == (200, 100)
-    assert np.size(state.replay.data.storage.valid) == 250
-    assert len(state.replay.replay.storage.valid) == 2  # the replay of the run stays small
-
-
-def test_a_resumed_run_of_data_alone_is_the_run_that_never_stopped():
-    args, run = dqn_jax.Args(offline_data=counted(), **ALONE), dqn_jax.Run(**NEVER)
-    whole, _, _ = dqn_jax.train(args, run)
-    _, _, folder = dqn_jax.train(replace(args, total_timesteps=100), run)
-    resumed, _, _ = dqn_jax.train(args, replace(run, resume=str(folder)))
-
+    assert np.size(whole.replay.data.storage.valid) == 250
+    assert len(whole.replay.replay.storage.valid) == 2  # the replay of the run stays small
     assert_array_equal(vector(resumed.params), vector(whole.params))
 
 

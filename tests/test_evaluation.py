@@ -150,7 +150,7 @@ def test_a_return_is_that_of_the_first_episode():
 
 def test_an_evaluation_logs_statistics_of_the_returns():
     logged = []
-    log = SimpleNamespace(write=lambda *given: logged.append(given))
+    log = SimpleNamespace(write=lambda *given: logged.append(given), args=dqn_jax.Args())
     experiment.log_returns(log, 20, np.array([3.0, 0.0, 10.0, 1.0]), np.array([1.0, 0.0]))
 
     ((step, values),) = logged
@@ -196,8 +196,8 @@ def test_the_code_of_a_user_gets_parameters_and_returns(monkeypatch):
 def test_without_episodes_there_are_no_returns():
     seen = []
     run = dqn_jax.Run(eval_episodes=0)
-    log = SimpleNamespace(stop=(), at_evaluation=lambda *given: seen.append(given))
-    ordinary = SimpleNamespace(run=run, log=log, agent=None)
+    log = SimpleNamespace(at_evaluation=lambda *given: seen.append(given))
+    ordinary = SimpleNamespace(run=run, log=log, agent=None, is_first=True, signals=())
     experiment.Experiment.evaluate(ordinary, 120, "state", "params")
 
     ((step, params, returns),) = seen

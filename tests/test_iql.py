@@ -1,6 +1,10 @@
 """iql_jax.py: its losses and scales, against NumPy and SciPy, and runs of it."""
 
+import tempfile
+from contextlib import chdir
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -138,9 +142,18 @@ ALONE = dict(total_timesteps=200, batch_size=16, hidden_sizes=(8,))
 RUN = Run(env_id="Pendulum-v1", eval_episodes=2, log_interval=100)
 
 
+@cache
+def trained():
+    """Flags, State and folder of a run on data alone, which tests share."""
+    with chdir(tempfile.mkdtemp(prefix="iql_", dir=".")):
+        data = str(Path(pendulum()).absolute())
+        args = Args(offline_data=data, random_return=-2_000, expert_return=0, **ALONE)
+        state, _, folder = iql_jax.train(args, RUN)
+        return args, state, folder
+
+
 def test_without_the_package_the_same_is_learned(monkeypatch):
-    args = Args(offline_data=pendulum(), **ALONE)
-    state, _, _ = iql_jax.train(args, RUN)
+    args, state, _ = trained()
     monkeypatch.setattr(iql_jax, "cleanreplay", None)
     alone, _, _ = iql_jax.train(replace(args, buffer_size=306), RUN)
 
@@ -155,8 +168,7 @@ def test_a_file_that_is_missing_is_one_line_without_the_package(monkeypatch):
 
 
 def test_a_run_begins_online_with_what_data_have_taught():
-    args = Args(offline_data=pendulum(), random_return=-2_000, expert_return=0, **ALONE)
-    state, _, folder = iql_jax.train(args, RUN)
+    args, state, folder = trained()
     more = dict(offline_fraction=0.5, init_from=str(folder), learning_starts=100, reward_scale=3.0)
     after, _, fine = iql_jax.train(replace(args, **more, total_timesteps=120), RUN)
 

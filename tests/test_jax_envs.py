@@ -187,7 +187,7 @@ SEEDS = {"num_seeds": 2}
 # The environment, flags, edits of the script, what is named, whether a line says it where one
 # agent is trained, and a flag that asks for more.
 PREVENTED = [
-    ("Counter-v0", {}, (), "not written in JAX", False, {"distributed": "auto"}),
+    ("Counter-v0", {}, (), "not written in JAX", False, SEEDS),
     ("Chain-v0", {"vectorization": "sync"}, (), "--vectorization sync", False, SEEDS),
     ("ChainOfCells-v0", {}, (), "Discrete(5)", True, {"num_devices": 2}),
     ("ChainDoubled-v0", {}, (), "<TransformReward", True, {"sweep": ("gamma=0,1",)}),

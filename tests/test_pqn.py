@@ -1,6 +1,5 @@
 """pqn_jax.py: its targets, loss and gradient steps, against NumPy."""
 
-import jax
 import numpy as np
 import pytest
 from helpers import read_events
@@ -85,8 +84,8 @@ def test_other_actions_are_refused():
         make("pqn", num_minibatches=3)
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "phys2d/CartPole-v1"])
-def test_runs_of_both_kinds_are_saved_and_resumed(env_id):
+def test_a_compiled_run_is_saved_and_resumed():
+    env_id = "phys2d/CartPole-v1"
     args = pqn_jax.Args(total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=2)
     run = pqn_jax.Run(env_id=env_id, log_interval=16, eval_episodes=1, checkpoint_interval=16)
     _, _, folder = pqn_jax.train(args, run)
@@ -97,4 +96,3 @@ def test_runs_of_both_kinds_are_saved_and_resumed(env_id):
     pqn_jax.train(args, run)
 
     assert [step for step, _ in read_events(folder)[0]["eval/episodic_return"]] == [64, 96]
-    assert jax.process_count() == 1

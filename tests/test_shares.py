@@ -15,8 +15,10 @@ from helpers import COUNTER, ONCE, ROOT, SMALL_PPO, flags_of, only_run, read_eve
 from test_processes import free_address, together
 
 import dqn_jax
+import iql_jax
 import per_dqn_jax
 import ppo_jax
+import pqn_jax
 import r2d2_jax
 import recurrent_ppo_jax
 import sac_jax
@@ -172,13 +174,17 @@ def test_an_error_of_gloo_means_a_lost_process(as_second):
 FEW = dict(num_envs=5, vectorization="sync", eval_episodes=2, checkpoint_interval=20)
 SMALL = ONCE | FEW | dict(total_timesteps=60, learning_starts=10, buffer_size=100)
 RECURRENT = dict(hidden_size=4, burn_in=1, period=2)
+REACH = dict(env_id="environments:Reach-v0")
+ROLLOUT = COUNTER | SMALL_PPO | FEW | dict(num_steps=4, total_timesteps=60)
 RUNS = {
     dqn_jax: SMALL | dict(env_id="environments:Counter-v0", frame_stack=3, save_experience=True),
-    ppo_jax: COUNTER | SMALL_PPO | FEW | dict(num_steps=4, total_timesteps=60, frame_stack=2),
+    ppo_jax: ROLLOUT | dict(frame_stack=2),
     per_dqn_jax: SMALL,
-    sac_jax: SMALL | dict(env_id="environments:Reach-v0", her_fraction=0.5, buffer_size=60),
+    sac_jax: SMALL | REACH | dict(her_fraction=0.5, save_experience=True),
     r2d2_jax: SMALL | RECURRENT | dict(train_length=3, learning_starts=50, total_timesteps=160),
-    recurrent_ppo_jax: COUNTER | SMALL_PPO | FEW | RECURRENT | dict(num_steps=4, sequence_length=2),
+    recurrent_ppo_jax: ROLLOUT | RECURRENT | dict(sequence_length=2),
+    pqn_jax: ROLLOUT,
+    iql_jax: SMALL | REACH | dict(offline_fraction=0.5),
 }
 PROGRAM = "import sys, test_shares; test_shares.train_all(*sys.argv[1:])"
 
@@ -186,14 +192,19 @@ PROGRAM = "import sys, test_shares; test_shares.train_all(*sys.argv[1:])"
 def train_all(count, how=""):
     """Trains with the first `count` scripts; with `how` together with other processes.
 
-    A second run of DQN begins with the agent and the data of the first one. PPO is resumed.
+    A second run of DQN begins with the agent and the data of the first one, IQL has the data of
+    SAC, and PPO is resumed.
     """
+    folders: dict = {}
     if how:
         distributed.join(how)
     for script, flags in list(RUNS.items())[: int(count)]:
         names = vars(script.Args()) | vars(script.Run())
         args, run = flags_of(script, **{k: v for k, v in flags.items() if k in names})
+        if script is iql_jax:
+            args = replace(args, offline_data=str(folders[sac_jax]))
         _, _, folder = script.train(args, run)
+        folders[script] = folder
         if script is dqn_jax:
             args = replace(args, init_from=str(folder), offline_data=str(folder))
             script.train(replace(args, save_experience=False), replace(run, exp_name="second"))
@@ -216,7 +227,7 @@ def start(folder, count, processes):
 def trained(tmp_path_factory):
     """Folders in which one, two and three processes trained with five environments."""
     root = tmp_path_factory.mktemp("trained")
-    folders = {1: (root / "one", 6), 2: (root / "two", 6), 3: (root / "three", 2)}
+    folders = {1: (root / "one", 8), 2: (root / "two", 8), 3: (root / "three", 2)}
     for processes, (folder, count) in folders.items():
         for process in start(folder, count, processes):
             _, err = process.communicate(timeout=300)
