@@ -1190,16 +1190,8 @@ def read_trajectories(file: Any) -> dict[str, np.ndarray]:
 
     ValueError if an array is missing, or has another length.
     """
-    with np.load(file) as found:
-        arrays = {name: found[name] for name in found.files}
-    for name in ("observations", "actions", "rewards", "terminals"):
-        if name not in arrays:
-            raise ValueError(f"{file} has no array {name}, but {', '.join(arrays)}")
+    arrays = _load_trajectories(file)
     rewards, observations = arrays["rewards"], arrays["observations"]
-    for name in ("observations", "actions", "terminals"):
-        if len(arrays[name]) != len(rewards) or len(rewards) == 0:
-            text = f"{len(arrays[name])} rows of {name} and {len(rewards)} of rewards"
-            raise ValueError(f"{file} has {text}: it needs as many, and one or more")
     following = arrays.get("next_observations", observations)
     terminated = arrays["masks"] == 0 if "masks" in arrays else arrays["terminals"] != 0
     over = terminated | (arrays["terminals"] != 0) | (arrays.get("timeouts", 0) != 0)
@@ -1225,6 +1217,21 @@ def read_trajectories(file: Any) -> dict[str, np.ndarray]:
         "truncated": last & ~terminated[order],
         "valid": ~is_reset,
     }
+
+
+def _load_trajectories(file: Any) -> dict[str, np.ndarray]:
+    """Loads the arrays that `read_trajectories` needs. ValueError if they are not there."""
+    with np.load(file) as found:
+        arrays = {name: found[name] for name in found.files}
+    for name in ("observations", "actions", "rewards", "terminals"):
+        if name not in arrays:
+            raise ValueError(f"{file} has no array {name}, but {', '.join(arrays)}")
+    rows = len(arrays["rewards"])
+    for name in ("observations", "actions", "terminals"):
+        if len(arrays[name]) != rows or rows == 0:
+            text = f"{len(arrays[name])} rows of {name} and {rows} of rewards"
+            raise ValueError(f"{file} has {text}: it needs as many, and one or more")
+    return arrays
 
 
 def masked_mean(x: Array, mask: Array) -> Array:

@@ -245,13 +245,7 @@ class IQL:
             self.rollout_shape = (0, args.num_envs)
         self.example_step = example_of(observation_space, np.zeros(self.num_actions, np.float32))
         self.is_float = self.example_step.observation.dtype == np.float32
-        features, _ = features_of(observation_space)  # hidden layers follow convolutions, too
-        mlp: Any = partial(MLP, features=features, hidden_sizes=args.hidden_sizes)
-        self.critic = mlp(1, layer_norm=args.critic_layer_norm)
-        self.value = mlp(1)
-        self.actor: Any = Actor(
-            self.num_actions, mlp(self.num_actions, dropout=args.policy_dropout)
-        )
+        self.critic, self.value, self.actor = self.networks_for(observation_space)
         self.optimizer = optax.adam(args.learning_rate)
         decay = optax.cosine_decay_schedule(1.0, args.total_timesteps)
         self.policy_rate = decay if args.anneal_lr and self.is_alone else lambda update: 1.0
@@ -262,6 +256,14 @@ class IQL:
         )
         self.replay = wrap_replay(replay)
         self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
+
+    def networks_for(self, observation_space) -> tuple:
+        """Makes the networks of a critic, of the value and of the policy."""
+        args = self.args
+        features, _ = features_of(observation_space)  # hidden layers follow convolutions, too
+        mlp: Any = partial(MLP, features=features, hidden_sizes=args.hidden_sizes)
+        policy = mlp(self.num_actions, dropout=args.policy_dropout)
+        return mlp(1, layer_norm=args.critic_layer_norm), mlp(1), Actor(self.num_actions, policy)
 
     def init(self, key) -> State:
         """Returns the state before training. Call it in `jit`: `critics` stand in it twice."""

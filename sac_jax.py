@@ -222,8 +222,7 @@ class SAC:
         if is_alone:
             self.steps_per_iteration = self.updates_per_iteration = 100
             self.rollout_shape = (0, args.num_envs)
-        action = np.zeros(self.num_actions, np.float32)
-        self.example_step = example_of(observation_space, action)
+        self.example_step = example_of(observation_space, np.zeros(self.num_actions, np.float32))
         features, _ = features_of(observation_space)  # hidden layers follow convolutions, too
         self.actor: Any = Actor(self.num_actions, features, args.hidden_sizes)
         how = (args.critic_layer_norm, args.critic_dropout)

@@ -445,6 +445,26 @@ def train(
     return runner.agent, returns, run_folder.path
 
 
+def call(
+    run_entries: Callable, runner: RunnerState, step: int, count: int
+) -> tuple[RunnerState, Entry]:
+    """Calls the compiled program. Returns the RunnerState, and `count` entries [num_agents, ...].
+
+    LostProcessError if another process has ended.
+    """
+    with distributed.lost_process():
+        runner, entries = run_entries(runner, step, count)
+        return runner, jax.tree.map(lambda x: np.asarray(x)[:, :count], entries)
+
+
+def is_stopped(stop: list) -> bool:
+    """Returns whether a signal came to this process or another one, which `stop` then has, too."""
+    is_interrupted = distributed.any_process(len(stop) > 0)
+    if is_interrupted and not stop:
+        stop.append(signal.SIGTERM)
+    return is_interrupted
+
+
 def train_loop(
     trainer: Trainer,
     runner: RunnerState,
@@ -467,9 +487,7 @@ def train_loop(
         count = trainer.num_entries(step)
         end = step + count * trainer.interval
         began = time.monotonic()
-        with distributed.lost_process():
-            runner, entries = run_entries(runner, step, count)
-            entries = jax.tree.map(lambda x: np.asarray(x)[:, :count], entries)  # noqa: B023
+        runner, entries = call(run_entries, runner, step, count)
         seconds = time.monotonic() - began
         trainer.adapt(distributed.any_process(seconds > LONG_CALL))
         finished.extendleft(entries.finished.swapaxes(0, 1))
@@ -479,9 +497,7 @@ def train_loop(
         log_entries(logs, step, trainer.interval, entries, seconds)
         check_entries(entries, step, trainer.interval, run_folder, trainer.sweep)
         run_folder.write_experience(runner.agent)
-        is_interrupted = distributed.any_process(len(stop) > 0)
-        if is_interrupted and not stop:  # the signal came to another process
-            stop.append(signal.SIGTERM)
+        is_interrupted = is_stopped(stop)
         is_finished = distributed.any_process(any(log.total == 0 for log in logs))
         is_last = is_interrupted or is_finished or end >= total
         if is_last or buffers.is_due(run.checkpoint_interval, step, end):
