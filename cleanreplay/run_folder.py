@@ -67,7 +67,7 @@ class RunFolder(AbstractContextManager):
         protocol.check_step(agent.example_step)
         flags.check_iteration(agent, run.log_interval)
         check_experience(agent, run)
-        self.before = flags.check_resume(args, run) if run.resume else (run, args)
+        self.before = flags.check_resume(args, run) if run.resume else (self.run, args)
         self.about = self.flags()
         check_same(self.facts())
 

@@ -61,12 +61,15 @@ def one_line(result, code=2):
 ROOT = Path(__file__).parent.parent
 
 
-def start_python(folder, *arguments, **options):
-    """A process of its own, in which scripts and the tests' environments can be imported."""
+def start_python(folder, *arguments, env=(), **options):
+    """A process of its own, in which scripts and the tests' environments can be imported.
+
+    `env` are variables that it has besides those of this process.
+    """
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | dict(env),
         **dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | options,
     )
 

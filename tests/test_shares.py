@@ -186,11 +186,13 @@ RUNS = {
     pqn_jax: ROLLOUT,
     iql_jax: SMALL | REACH | dict(offline_fraction=0.5),
 }
+# Programs are compiled as quickly as in the fast layer, and for one device.
+QUICK = dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", XLA_FLAGS="")
 PROGRAM = "import sys, test_shares; test_shares.train_all(*sys.argv[1:])"
 
 
-def train_all(count, how=""):
-    """Trains with the first `count` scripts; with `how` together with other processes.
+def train_all(names, how=""):
+    """Trains with the scripts of these names; with `how` together with other processes.
 
     A second run of DQN begins with the agent and the data of the first one, IQL has the data of
     SAC, and PPO is resumed.
@@ -198,9 +200,11 @@ def train_all(count, how=""):
     folders: dict = {}
     if how:
         distributed.join(how)
-    for script, flags in list(RUNS.items())[: int(count)]:
-        names = vars(script.Args()) | vars(script.Run())
-        args, run = flags_of(script, **{k: v for k, v in flags.items() if k in names})
+    for script, flags in RUNS.items():
+        if script.__name__ not in names.split():
+            continue
+        known = vars(script.Args()) | vars(script.Run())
+        args, run = flags_of(script, **{k: v for k, v in flags.items() if k in known})
         if script is iql_jax:
             args = replace(args, offline_data=str(folders[sac_jax]))
         _, _, folder = script.train(args, run)
@@ -212,27 +216,15 @@ def train_all(count, how=""):
             script.train(replace(args, total_timesteps=100), replace(run, resume=str(folder)))
 
 
-def start(folder, count, processes):
+def start(folder, names, processes):
     """Starts processes that train together, each in a folder of its own, or one that is alone."""
     address = free_address()
     joins = [[f"{address},{processes},{i}"] for i in range(processes)] if processes > 1 else [[]]
     started = []
     for i, join in enumerate(joins):
         (folder / str(i)).mkdir(parents=True)
-        started.append(start_python(folder / str(i), "-c", PROGRAM, str(count), *join))
+        started.append(start_python(folder / str(i), "-c", PROGRAM, names, *join, env=QUICK))
     return started
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Folders in which one, two and three processes trained with five environments."""
-    root = tmp_path_factory.mktemp("trained")
-    folders = {1: (root / "one", 8), 2: (root / "two", 8), 3: (root / "three", 2)}
-    for processes, (folder, count) in folders.items():
-        for process in start(folder, count, processes):
-            _, err = process.communicate(timeout=300)
-            assert process.returncode == 0, err
-    return {processes: folder for processes, (folder, _) in folders.items()}
 
 
 def numbers_of(folder, name):
@@ -247,21 +239,23 @@ def numbers_of(folder, name):
 
 @together
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "processes"),
-    [
-        *[(script.__name__, 2) for script in RUNS],
-        *[("second", 2), ("dqn_jax", 3), ("ppo_jax", 3), ("second", 3)],
-    ],
-)
-def test_processes_learn_bit_for_bit_what_one_does(name, processes, trained):
-    found, expected = (numbers_of(trained[n], name) for n in (processes, 1))
+def test_processes_learn_bit_for_bit_what_one_does(tmp_path):
+    """With five environments: three processes what one does with DQN and PPO, two the others."""
+    three = "dqn_jax ppo_jax"
+    two = " ".join(script.__name__ for script in RUNS if script.__name__ not in three.split())
+    names = {1: f"{two} {three}", 2: two, 3: three}
+    started = [start(tmp_path / str(n), scripts, processes=n) for n, scripts in names.items()]
+    for process in [process for group in started for process in group]:
+        _, err = process.communicate(timeout=500)
+        assert process.returncode == 0, err
 
-    assert found.keys() == expected.keys()
-    for key, values in expected.items():
-        np.testing.assert_array_equal(found[key], values, err_msg=key)
-    others = trained[processes].glob("[12]/*")
-    assert list(others) == []
+    for processes, compared in {2: two, 3: f"{three} second"}.items():
+        for name in compared.split():
+            found, expected = (numbers_of(tmp_path / str(n), name) for n in (processes, 1))
+            assert found.keys() == expected.keys()
+            for key, values in expected.items():
+                np.testing.assert_array_equal(found[key], values, err_msg=f"{name} {key}")
+        assert list((tmp_path / str(processes)).glob("[12]/*")) == []  # of the other processes
 
 
 LONG = "--num-envs 2 --total-timesteps 100000000 --eval-episodes 0 --checkpoint-interval 100000000"
@@ -317,9 +311,8 @@ def test_all_processes_end_soon_after_one(env_id, number, sent, codes, is_saved,
 @pytest.mark.slow
 def test_an_environment_that_fails_in_one_process_ends_all(tmp_path):
     """The others say which process it was."""
-    begin = time.monotonic()
     processes = start_long(tmp_path, "environments:FailsInSecond-v0")
-    (code, err), (failed_code, failed_err) = ended(processes, begin)
+    (code, err), (failed_code, failed_err) = ended(processes, time.monotonic())
 
     assert (code, failed_code) == (2, 1)
     assert err.strip().splitlines()[-1] == "error: distributed: process 1 failed, and prints why"
