@@ -89,7 +89,7 @@ class Args:
     frame_stack: int = 1  # number of last observations that the network sees
     clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
     her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
-    offline_data: str = ""  # a run with --save-experience, a vault, or minari:NAME, to draw from
+    offline_data: str = ""  # an .npz file, a run with --save-experience, a vault, or minari:NAME
     offline_fraction: float = 0.5  # part of a batch from offline-data; 1: no environment steps
     init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
     save_experience: bool = False  # write all steps that the replay stores to the run's folder

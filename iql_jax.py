@@ -220,9 +220,9 @@ class IQL:
         wrap_replay=lambda replay: replay,
     ):
         # Learns from data alone: no steps are taken, and what is counted are gradient steps.
-        self.is_alone = args.offline_fraction == 1
-        self.learning_starts = 0 if self.is_alone else args.learning_starts
-        if not (self.is_alone or args.batch_size <= args.learning_starts < args.total_timesteps):
+        is_alone = args.offline_fraction == 1
+        self.learning_starts = 0 if is_alone else args.learning_starts
+        if not (is_alone or args.batch_size <= args.learning_starts < args.total_timesteps):
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         if not args.offline_data:
             raise UsageError("offline_data: IQL learns from data, give their file or folder")
@@ -240,7 +240,7 @@ class IQL:
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration *= args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
-        if self.is_alone:
+        if is_alone:
             self.steps_per_iteration = self.updates_per_iteration = 100
             self.rollout_shape = (0, args.num_envs)
         self.example_step = example_of(observation_space, np.zeros(self.num_actions, np.float32))
@@ -248,7 +248,7 @@ class IQL:
         self.critic, self.value, self.actor = self.networks_for(observation_space)
         self.optimizer = optax.adam(args.learning_rate)
         decay = optax.cosine_decay_schedule(1.0, args.total_timesteps)
-        self.policy_rate = decay if args.anneal_lr and self.is_alone else lambda update: 1.0
+        self.policy_rate = decay if args.anneal_lr and is_alone else lambda update: 1.0
         window = 1 + args.n_step  # the replay draws windows of consecutive steps
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
         replay = buffers.uniform_replay(

@@ -154,12 +154,13 @@ class Mixed(Wrapper):
     def sample(self, state: MixedState, key: Array, batch_size: int) -> buffers.Sample:
         """Samples sequences of the replay, and then those of the data."""
         data = self.of_data(*state.data.storage.valid.shape)
-        if self.fraction == 1:
-            return data.sample(state.data, key, batch_size)
         count = round(self.fraction * batch_size)
-        sample = self.replay.sample(state.replay, key, batch_size - count)
-        more = data.sample(state.data, jax.random.fold_in(key, 2), count)
+        key_of_data = key if self.fraction == 1 else jax.random.fold_in(key, 2)
+        more = data.sample(state.data, key_of_data, count)
         more = more._replace(indices=jnp.full_like(more.indices, -1))
+        if self.fraction == 1:
+            return more
+        sample = self.replay.sample(state.replay, key, batch_size - count)
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), sample, more)
 
 
