@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import tempfile
-from importlib.metadata import version
+
+from quick import QUICK
 
 # Flags of XLA are added to the user's, once: xdist's workers inherit them.
 os.environ.setdefault("XLA_FLAGS", "")
@@ -20,14 +21,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # LLVM's optimisations take longer than they save here; see `optimised` for where they matter. XLA's
 # own are made nevertheless: the programs' text is the same to the letter.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Without the emitters of fused loops most programs compile in half the time. A jaxlib that does not
-# know a flag ends the process, so this one is for the versions in which it was tried.
-if (
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
-    and (0, 7) <= tuple(map(int, version("jaxlib").split(".")[:2])) <= (0, 10)
-    and "--xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]
-):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
+    os.environ["XLA_FLAGS"] += QUICK["XLA_FLAGS"]
 # By default a GPU multiplies in TF32, with 10 bits of the mantissa.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 

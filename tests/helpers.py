@@ -23,6 +23,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import settings
+from quick import QUICK
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cleanreplay import agent_file, checkpoints, compiled, disk, jax_envs, policies, spaces
@@ -64,12 +65,13 @@ ROOT = Path(__file__).parent.parent
 def start_python(folder, *arguments, env=(), **options):
     """A process of its own, in which scripts and the tests' environments can be imported.
 
-    `env` are variables that it has besides those of this process.
+    It compiles quickly, for one device. `env` are variables that it has besides.
     """
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | dict(env),
+        env=os.environ | QUICK | path | dict(env),
         **dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | options,
     )
 

@@ -185,13 +185,13 @@ def test_the_best_episodes_are_kept():
     assert len(kept(0.99)[0]) == 12
 
 
-def test_what_a_run_without_learning_has_seen_is_learned(optimised):
+def test_what_a_run_without_learning_has_seen_is_learned():
     """Two steps, reward 1 at the second: with a discount of 0.5 their values are 0.5 and 1."""
     run = dqn_jax.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
     steps = dict(total_timesteps=800, num_envs=8, buffer_size=200, learning_starts=799, end_e=1.0)
     _, _, folder = dqn_jax.train(dqn_jax.Args(**steps, save_experience=True), run)
     learning = dict(learning_rate=1e-2, gamma=0.5, target_network_frequency=10, batch_size=64)
-    data = dict(offline_data=str(folder), offline_fraction=1, total_timesteps=2_000)
+    data = dict(offline_data=str(folder), offline_fraction=1, total_timesteps=1_000)
     state, _, _ = dqn_jax.train(dqn_jax.Args(**learning, **data), run)
 
     network = network_of(dqn_jax, np.zeros((1, 1), np.float32))

@@ -24,7 +24,7 @@ def inputs():
     carry = tuple(draw.normal(size=(2, B, 8)).astype(np.float32))
     observation = draw.normal(size=(W, B, 2)).astype(np.float32)
     steps = (observation, draw.integers(0, 4, (W, B)), draw.random((W, B)) < 0.8)
-    return NETWORK.init(jax.random.PRNGKey(0), carry, *steps), carry, *steps
+    return jax.jit(NETWORK.init)(jax.random.PRNGKey(0), carry, *steps), carry, *steps
 
 
 def loss(network, params, carry, *steps):
@@ -62,7 +62,7 @@ def test_a_split_network_gives_what_the_network_gives(devices, inputs):
     """Also if the devices do not divide the batch, all of which each has then."""
     network = SplitNetwork(NETWORK, make_mesh(1, devices, devices))
     result = jax.jit(jax.value_and_grad(partial(loss, network)))(*inputs)
-    expected = jax.value_and_grad(partial(loss, NETWORK))(*inputs)
+    expected = jax.jit(jax.value_and_grad(partial(loss, NETWORK)))(*inputs)
 
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, result, expected)

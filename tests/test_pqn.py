@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from helpers import read_events
 from numpy.testing import assert_allclose
 from small_agents import KEY, make, random_steps, vector
 
@@ -82,17 +81,3 @@ def test_other_actions_are_refused():
         make("pqn", make("sac").action_space)
     with pytest.raises(pqn_jax.UsageError, match="num_minibatches"):
         make("pqn", num_minibatches=3)
-
-
-def test_a_compiled_run_is_saved_and_resumed():
-    env_id = "phys2d/CartPole-v1"
-    args = pqn_jax.Args(total_timesteps=64, num_envs=2, num_steps=8, num_minibatches=2)
-    run = pqn_jax.Run(env_id=env_id, log_interval=16, eval_episodes=1, checkpoint_interval=16)
-    _, _, folder = pqn_jax.train(args, run)
-    args, run = (
-        pqn_jax.Args(**vars(args) | {"total_timesteps": 96}),
-        pqn_jax.Run(env_id=env_id, resume=str(folder), log_interval=16, eval_episodes=1),
-    )
-    pqn_jax.train(args, run)
-
-    assert [step for step, _ in read_events(folder)[0]["eval/episodic_return"]] == [64, 96]
