@@ -111,7 +111,7 @@ def test_a_damaged_file_is_one_line(read, name, damage, word):
 def test_a_leaf_that_is_damaged_is_named():
     save_agent(dqn_jax)
     flip_a_bit(Path(BEST), "params/params/q/bias")
-    with pytest.raises(UsageError, match=r"is damaged, .*q/bias has another checksum"):
+    with pytest.raises(UsageError, match=r"is damaged, .*q/bias has a different checksum"):
         load_policy(BEST)
 
 
