@@ -68,7 +68,7 @@ def test_a_script_that_was_moved_is_in_the_working_directory():
     save_agent(dqn_jax)
     wanted = load_policy(BEST)(OBSERVATIONS)
     rewrite(BEST, script="/gone/moved_dqn.py")
-    with pytest.raises(UsageError, match=r"no script .*moved_dqn.py: say where"):
+    with pytest.raises(UsageError, match=r"no script .*moved_dqn.py: give its place"):
         load_policy(BEST)
     shutil.copy(dqn_jax.__file__, "moved_dqn.py")
 
