@@ -60,9 +60,9 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
 def check_alone(args: Any) -> None:
     """Raises UsageError for flags that exclude learning from data alone."""
     if args.save_experience:
-        raise UsageError("save_experience: with --offline-fraction 1 there are no steps to save")
+        raise UsageError("save_experience: --offline-fraction 1 makes no steps to save")
     if jax.process_count() > 1:
-        raise UsageError("distributed: with --offline-fraction 1 there are no steps to share")
+        raise UsageError("distributed: --offline-fraction 1 makes no steps to share")
 
 
 def best_episodes(item: Any, name: str, data: Any, fraction: float) -> Any:
