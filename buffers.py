@@ -1,7 +1,7 @@
 """Replay buffers for JAX: pure, jitted functions over pytrees of arrays. CleanReplay, MIT license.
 
-A buffer is a frozen dataclass of settings with jitted methods; the state that they pass along is a
-NamedTuple of arrays and nothing else, so it can be jitted, vmapped, sharded, donated and saved:
+A buffer is a frozen dataclass: a configuration with jitted methods. They take and return a state, a
+NamedTuple of arrays only, so it can be jitted, vmapped, sharded, donated and saved:
 
     >>> import jax, jax.numpy as jnp, buffers
     >>> replay = buffers.uniform_replay(max_size=10_000)
@@ -16,7 +16,7 @@ NamedTuple of arrays and nothing else, so it can be jitted, vmapped, sharded, do
     >>> sample.experience["observation"].shape
     (128, 4)
 
-What is stored, and what it is called. A ring with N = 3 environments and T = 4 slots, after 5 rows:
+The terms, with a ring of N = 3 environments and T = 4 slots as an example, after 5 rows:
 
                env 0   env 1   env 2
     slot 0   |  12   |  13   |  14   |  row 4, the newest: cursor - 1
@@ -24,23 +24,24 @@ What is stored, and what it is called. A ring with N = 3 environments and T = 4 
     slot 2   |   6   |   7   |   8   |  row 2
     slot 3   |   9   |  10   |  11   |  row 3
 
-  row       one step of all environments, or one item (N = 1), and its number: rows count from 0, as
-            they are added. cursor is the number of the next one.
+  row       one time step of all environments, or one item (N = 1). Rows are numbered from 0 in the
+            order in which they are added; cursor is the number of the next row.
   slot      the place of a row in the storage, whose leaves are [T, N, ...]: row % T.
-  index     the name of an item, printed in the table: row * N + env. It names this item only, also
-            when it is gone. In a circular buffer index i is the i-th oldest item instead.
-  position  the place of an item in storage [T * N, ...], and of its weight: index % (T * N).
-  modulus   rows count modulo this multiple of T, so that no index overflows int32.
-  window    W consecutive rows of one environment (sequence_length), named by its first item.
+  index     the number of an item, shown in the table: row * N + env. It identifies this item also
+            after it was overwritten. In a circular buffer index i is the i-th oldest item instead.
+  position  the place of an item, and of its weight, in arrays [T * N, ...]: index % (T * N).
+  modulus   row numbers wrap at this multiple of T, so that no index overflows int32.
+  sequence  W consecutive rows of one environment (sequence_length; `window` in the code). Its index
+            is that of its first item.
   cluster   one of the K rings of a clustered buffer. Their storage is one array [K * T, N, ...],
             and an index is (index in the ring) * K + cluster.
-  counters  a state whose storage is left out.
+  counters  a state without its storage.
 
-Other shape letters: L rows added, B items drawn.
+Other shape letters: L rows added, B items sampled.
 
-Wrong structures, shapes and dtypes raise when a function is traced. Mistakes in values (an empty
-buffer is sampled, an index is gone) raise ValueError where they are concrete arrays; inside
-`jax.jit` they raise nothing and leave the state intact, and with `debug=True` they are errors under
+Wrong structures, shapes and dtypes raise when a function is traced. Invalid values (a sample from
+an empty buffer, an overwritten index) raise ValueError if they are concrete arrays. Inside
+`jax.jit` they raise nothing and leave the state intact; with `debug=True` they are errors under
 `jax.experimental.checkify`.
 """
 
@@ -74,7 +75,7 @@ from jax.tree_util import (
 PyTree = Any
 State = Any  # a RingState or a PrioritisedState
 TINY = float(np.finfo(np.float32).tiny)
-PYTHON = {int: np.number, float: np.inexact}  # Python's numbers, and what may store them
+PYTHON = {int: np.number, float: np.inexact}  # Python's numbers, and the dtypes for them
 NUMPY = (np.ndarray, np.generic)
 
 
@@ -82,7 +83,7 @@ NUMPY = (np.ndarray, np.generic)
 class RingState(NamedTuple):
     """The state of `circular_buffer` and `uniform_replay`: the last T rows added.
 
-    In a clustered buffer the storage is [K * T, N, ...], and all else has an axis K in front.
+    In a clustered buffer the storage is [K * T, N, ...], and all else has a leading axis K.
     """
 
     storage: PyTree = ()  # leaves [T, N, ...]
@@ -91,7 +92,7 @@ class RingState(NamedTuple):
 
 
 class PrioritisedState(NamedTuple):
-    """The state of `prioritised_replay`: a `RingState`, and the weights that are drawn by."""
+    """The state of `prioritised_replay`: a `RingState`, and the weights to sample by."""
 
     storage: PyTree = ()  # leaves [T, N, ...]
     cursor: Any = np.int32(0)  # []
@@ -101,16 +102,16 @@ class PrioritisedState(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What `sample` draws."""
+    """A batch, as `sample` returns it."""
 
     experience: PyTree  # leaves [B, ...], with `sequence_length` [B, W, ...]
     indices: Array  # [B] int32, for `get`, `update` and `set_priorities`
-    probabilities: Array  # [B] float32, of each draw; 0 where there was nothing to draw
+    probabilities: Array  # [B] float32, of sampling each; 0 if nothing could be sampled
 
 
 # --------------------------------------------------------------------------------- compiled methods
 def _explains_donation(function: Callable) -> Callable:
-    """Wraps `function`, so that it explains the error for a state that was donated."""
+    """Wraps `function`, so that it explains JAX's error for a donated state."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +122,7 @@ def _explains_donation(function: Callable) -> Callable:
                 raise
             hint = (
                 "the state was donated to an earlier call, which changed it in place, and has been "
-                "deleted: go on with what that call returned, as in state = buffer.add(state, "
+                "deleted: continue with what that call returned, as in state = buffer.add(state, "
                 "item), or make the buffer with donate=False"
             )
             raise RuntimeError(hint) from error
@@ -130,9 +131,9 @@ def _explains_donation(function: Callable) -> Callable:
 
 
 def _compiled(*, donates: bool = False, static: Any = None) -> Callable:
-    """Makes a method one that each buffer compiles for itself, with `jax.jit`, at its first use.
+    """Compiles a method with `jax.jit`, for each buffer by itself, at its first use.
 
-    So each buffer donates as its own setting says, and its programs are freed together with it.
+    So each buffer donates as it is configured, and its programs are freed together with it.
 
     Args:
       donates: whether the method works in place and uses up its argument `state`.
@@ -152,11 +153,11 @@ def _compiled(*, donates: bool = False, static: Any = None) -> Callable:
     return decorate
 
 
-# ------------------------------------------------------------------------- what all buffers can do
+# ---------------------------------------------------------------------- the methods of all buffers
 class Buffer:
     """The methods of every buffer. Its `num_slots` rows are stored in arrays [num_slots, N, ...].
 
-    A buffer is equal to another one of the same settings, can be pickled, and can be a static
+    Buffers of the same configuration are equal. A buffer can be pickled, and can be a static
     argument of `jax.jit`.
     """
 
@@ -181,8 +182,8 @@ class Buffer:
     def _advance(self, counters: State, rows: PyTree, mask: Any) -> tuple[State, Array]:
         """Returns the counters after `rows` [L, N, ...], and the slots [L] to write them to.
 
-        A row that `mask` [L] leaves out, or that a newer one would overwrite, gets a slot past the
-        end. All slots are different, as `_put` promises to XLA.
+        A row that `mask` [L] leaves out, or a newer row would overwrite, gets a slot past the end.
+        All slots differ, as `_put` promises to XLA.
         """
         raise NotImplementedError
 
@@ -191,7 +192,7 @@ class Buffer:
         raise NotImplementedError
 
     def _is_stored(self, counters: State, indices: Array, window: int) -> Array:
-        """Returns whether `window` rows from each of `indices` [...] on are held: bool [...]."""
+        """Returns whether the `window` rows from each of `indices` [...] are held: bool [...]."""
         raise NotImplementedError
 
     def _size(self, counters: State) -> Array:
@@ -199,7 +200,7 @@ class Buffer:
         raise NotImplementedError
 
     def __getstate__(self) -> dict:
-        """Returns what is pickled and copied: the settings, without the compiled methods."""
+        """Returns the configuration to pickle or copy, without the compiled methods."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     @_compiled()
@@ -213,7 +214,7 @@ class Buffer:
         return self._empty()._replace(storage=storage)
 
     def add(self, state: State, item: PyTree) -> State:
-        """Adds one row: an item, or with `num_envs` a step [N, ...]."""
+        """Adds one row: an item, or with `num_envs` a time step [N, ...]."""
         return self._add(state, _with_fitting_numbers("add", state, item))
 
     @_compiled(donates=True)
@@ -223,8 +224,8 @@ class Buffer:
         return self._write(state, rows, None)
 
     def add_batch(self, state: State, items: PyTree, mask: Any = None) -> State:
-        """Adds rows in order: items [L, ...], or with `num_envs` [L, N, ...]. Those
-        where `mask` [L] bool is False are left out. Of more than fit the newest are kept.
+        """Adds rows in order: items [L, ...], or with `num_envs` [L, N, ...]. Skips those whose
+        `mask` [L] bool is False. Keeps the newest rows if not all fit.
         """
         items = _with_fitting_numbers("add_batch", state, items)
         return self._add_batch(state, items, mask)
@@ -238,7 +239,7 @@ class Buffer:
         return self._write(state, rows, mask)
 
     def _as_rows(self, name: str, storage: PyTree, items: PyTree, lead: tuple) -> PyTree:
-        """Rows [L, N, ...] in the storage's dtypes, of items [*lead, ...] or [*lead, N, ...]."""
+        """Makes rows [L, N, ...], in the dtypes of storage, of [*lead, ...] or [*lead, N, ...]."""
         length = lead[0] if lead else 1
         axes = "rows, " if lead else ""
         if self.has_env_axis:
@@ -248,15 +249,15 @@ class Buffer:
         return _reshaped(storage, items, length)
 
     def _write(self, state: State, rows: PyTree, mask: Any) -> State:
-        """Writes `rows` [L, N, ...], without those where `mask` [L] is False."""
+        """Writes `rows` [L, N, ...], except those whose `mask` [L] is False."""
         counters, slots = self._advance(state._replace(storage=()), rows, mask)
         return counters._replace(storage=tree_map(partial(_put, slots), state.storage, rows))
 
     def get(self, state: State, indices: Any) -> PyTree:
-        """Reads what `sample` gave for `indices`: [*indices.shape, ...].
+        """Reads the items or sequences at `indices`: [*indices.shape, ...].
 
-        In a circular buffer 0 is the oldest. For an index that is not there (any more): ValueError;
-        inside jit some contents.
+        In a circular buffer index 0 is the oldest item. ValueError if an index is not in the buffer
+        (any more); inside jit its result is arbitrary.
         """
         indices = _as_indices("get", indices)
         self._check_stored("get", state, indices, self.window)
@@ -268,7 +269,7 @@ class Buffer:
         return self._load(state.storage, self._resolve(state, indices))
 
     def _load(self, storage: PyTree, indices: Array) -> PyTree:
-        """Returns the items at `indices` [...], or the windows [..., W] in a buffer of windows."""
+        """Returns the items at `indices` [...], or with `sequence_length` sequences [..., W]."""
         if self.has_time_axis:
             steps = self.envs * jnp.arange(self.window)
             steps = jnp.expand_dims(steps, range(indices.ndim))
@@ -276,10 +277,10 @@ class Buffer:
         return _items_at(storage, self._position(indices))
 
     def update(self, state: State, fn: Callable, indices: Any = None, *args: PyTree) -> State:
-        """Replaces each item by `fn(item, *args)`: every item, or those at `indices`
-        [B] (of a window its first), each with its row of `args` [B, ...]. `fn` is static: define it
-        once and pass what changes in `args`. For an index that is not in the buffer (any more):
-        ValueError; inside jit it is ignored. One that is given twice is written once.
+        """Replaces items by `fn(item, *args)`: all, or those at `indices` [B] (of a sequence the
+        first), each with its row of `args` [B, ...]. `fn` is static: define it once, and pass
+        changing values in `args`. ValueError if an index is not in the buffer (any more); inside
+        jit it is ignored. An index that is given twice is written once.
         """
         if indices is not None:
             indices = jnp.atleast_1d(_as_indices("update", indices))
@@ -315,7 +316,7 @@ class Buffer:
         return state._replace(storage=storage)
 
     def _results(self, state: State, fn: Callable, *rows: PyTree) -> PyTree:
-        """Returns what `fn` gives for each row."""
+        """Applies `fn` to each row."""
 
         def fitting(*row: PyTree) -> PyTree:
             return _with_fitting_numbers("update: fn's result", state, fn(*row))
@@ -324,15 +325,15 @@ class Buffer:
 
     @_compiled()
     def size(self, state: State) -> Array:
-        """Items held, over all environments: [] int32."""
+        """Counts the items held, over all environments: [] int32."""
         return self._size(state)
 
     def _resolve(self, state: State, indices: Array) -> Array:
-        """Turns the indices that a user gives into those of this module's docstring."""
+        """Converts a user's indices to those that the module's docstring defines."""
         return indices
 
     def _check_stored(self, name: str, state: State, indices: Any, window: int) -> None:
-        """Raises unless the `window` rows from each index on are stored; in jit only in debug."""
+        """Raises unless the `window` rows from each index are held; in jit only with debug."""
         if _is_checked(self, state.size, indices):
             stored = self._are_stored(state, indices, window)
             _check(stored, f"{name}: {self.gone}", size=state.size)
@@ -344,28 +345,28 @@ class Buffer:
 
 
 class Replay(Buffer):
-    """A buffer that is drawn from: `uniform_replay`, `prioritised_replay`, `clustered_replay`.
+    """A buffer to sample from: `uniform_replay`, `prioritised_replay`, `clustered_replay`.
 
-    `size` and `can_sample` also take states that `jax.vmap` or `jax.pmap` stacked, and give an
-    answer for each of them; the other functions are called under `jax.vmap`.
+    `size` and `can_sample` also take states stacked by `jax.vmap` or `jax.pmap`, and answer for
+    each. Call the other methods under `jax.vmap`.
     """
 
     period: int
-    set_priorities: Any = None  # a buffer that has priorities defines these two
+    set_priorities: Any = None  # these two are methods in buffers with priorities
     priorities: Any = None
 
     # What subclasses define.
 
     def _draw(self, counters: State, key: Array, count: int) -> tuple[Array, Array]:
-        """Draws `count` windows: their indices [count] int32 and probabilities [count] float32."""
+        """Samples `count` sequences: indices [count] int32 and probabilities [count] float32."""
         raise NotImplementedError
 
     def _num_starts(self, counters: State) -> Array:
-        """Counts the rows at which a window starts that is held."""
+        """Counts the rows at which a sequence can start."""
         raise NotImplementedError
 
     def _can_draw(self, counters: State) -> Array:
-        """Returns whether there is anything to draw."""
+        """Returns whether anything can be sampled."""
         raise NotImplementedError
 
     def _all_indices(self, counters: State) -> Array:
@@ -373,8 +374,8 @@ class Replay(Buffer):
         raise NotImplementedError
 
     def sample(self, state: State, key: Array, batch_size: int) -> Sample:
-        """Draws `batch_size`, which is static, with replacement. With nothing to draw: ValueError;
-        inside jit the contents of some slot, with probability 0.
+        """Samples `batch_size` (static) items or sequences, with replacement. ValueError if nothing
+        can be sampled; inside jit the contents of arbitrary slots, with probability 0.
         """
         count = _positive("sample(state, key, batch_size): batch_size", batch_size)
         self._check_drawable("sample", state)
@@ -388,16 +389,16 @@ class Replay(Buffer):
         return Sample(experience, _after(indices, experience), probabilities)
 
     def add_and_sample(self, state: State, items: PyTree, key: Array, batch_size: int) -> Any:
-        """Adds a batch and then samples: (state, Sample)."""
+        """Adds a batch and then samples. Returns (state, Sample)."""
         count = _positive("add_and_sample(state, items, key, batch_size): batch_size", batch_size)
         self._check_drawable("add_and_sample", state, items)
         state = self.add_batch(state, items)
         return state, self._sample(state, key, count)
 
     def can_sample(self, state: State, min_size: Any = 1) -> Array:
-        """Returns whether something can be drawn, and at least `min_size` items are held: [] bool.
+        """Returns whether `sample` has something to return, and `min_size` items are held: [] bool.
 
-        ValueError if so many never are, because `min_size` is above `max_size`.
+        ValueError if `min_size` is above `max_size`.
         """
         if not isinstance(min_size, Tracer) and min_size > self.max_size:
             limit = f"max_size = {self.max_size}, which is all that the buffer ever holds"
@@ -411,11 +412,11 @@ class Replay(Buffer):
     @_compiled()
     def indices(self, state: State) -> tuple[Array, Array]:
         """Lists the indices of all items, oldest first: indices [max_size] int32 and is_held
-        [max_size] bool, for `get`, `update` and `set_priorities`. The items held come first, then
-        an index of -1 for each place that is still empty. In a clustered buffer this is so for each
-        cluster, one after the other. With `sequence_length` W a window that can be drawn begins at
-        each item held but the last (W - 1) * num_envs; with `period` only where index // num_envs
-        (of a clustered buffer index // K // num_envs) is a multiple of it.
+        [max_size] bool, for `get`, `update` and `set_priorities`. After the items held, each empty
+        place has index -1. A clustered buffer lists one cluster after another. With
+        `sequence_length` W a sequence starts at each item held but the last (W - 1) * num_envs;
+        with `period` only where index // num_envs (of a clustered buffer index // K // num_envs) is
+        a multiple of it.
         """
         _check_state(self, state)
         indices = self._all_indices(state._replace(storage=()))
@@ -423,10 +424,10 @@ class Replay(Buffer):
 
     @_explains_donation
     def _check_drawable(self, name: str, state: State, items: PyTree = None) -> None:
-        """Raises unless there is something to draw, once `items` are added."""
+        """Raises unless something can be sampled, once `items` are added."""
         if not _is_checked(self, state.size):
             return
-        # With a period, `items` may overwrite the only window, and the state alone does not tell.
+        # With a period, `items` may overwrite the only sequence, which the state does not show.
         stays = items is None or self.period == 1
         if stays and not isinstance(state.size, Tracer) and self._can_surely_draw(state):
             return
@@ -435,7 +436,7 @@ class Replay(Buffer):
             state = self._counters_after(state, items)
         wanted = f"sequence_length={self.window} steps from a multiple of period={self.period}"
         wanted += ", of a priority above 0" if self.state_type is PrioritisedState else ""
-        message = f"{name}: nothing to draw, {{size}} items held; a draw takes {wanted}"
+        message = f"{name}: nothing to sample, {{size}} items held; a sample takes {wanted}"
         _check(self.can_sample(state), message, size=self.size(state))
 
     @_compiled()
@@ -443,10 +444,10 @@ class Replay(Buffer):
         return self.add_batch(state, items)._replace(storage=())
 
     def _can_surely_draw(self, state: State) -> bool:
-        """Returns whether one number of the state shows that there is something to draw.
+        """Returns True if one scalar of the state already shows that something can be sampled.
 
-        To read it is faster than to call `can_sample`: `sample` takes 28 us and not 72 (as measured
-        in the last section of this file).
+        Reading it is faster than calling `can_sample`: `sample` takes 28 us instead of 72 (measured
+        as in the last section of this file).
         """
         return np.asarray(state.size).item(0) >= self.window + self.period - 1
 
@@ -455,10 +456,10 @@ class WithPriorities(Replay):
     """A replay buffer whose priorities can be set and read."""
 
     def set_priorities(self, state: State, indices: Any, priorities: Any) -> State:
-        """Sets `priorities` [B] of the items, or of the windows that start, at `indices`
-        [B]: before the exponent, such as abs(TD error) + epsilon. Indices that were overwritten, or
-        where no window begins, are ignored; one that is given twice gets one of its priorities.
-        Negative, infinite or NaN: ValueError; inside jit that row is ignored.
+        """Sets `priorities` [B], such as abs(TD error) + epsilon, of the items or sequences that
+        start at `indices` [B]. The buffer applies the exponent. Ignores indices that were
+        overwritten, or where no sequence starts; an index given twice gets one of its priorities.
+        ValueError for a priority that is negative, infinite or NaN; inside jit it is ignored.
         """
         indices = _as_indices("set_priorities", indices)
         if not isinstance(priorities, Array):
@@ -467,12 +468,12 @@ class WithPriorities(Replay):
             shapes = f"got {indices.shape} and {priorities.shape}"
             raise ValueError(f"set_priorities: indices and priorities must both be [B], {shapes}")
         if _is_checked(self, priorities):
-            numpy = jnp if self.debug else np  # NumPy compares sooner, but takes no traced arrays
+            numpy = jnp if self.debug else np  # NumPy is faster, but takes no traced arrays
             given = numpy.asarray(priorities)
             ok = (given >= 0) & (given < np.inf)
             _check(ok, "set_priorities: priorities must be 0 or more, and finite: one is not")
-        # The storage stays as it is. To pass it, too, takes 34 us and not 27 if it has 5 arrays, 57
-        # and not 28 if it has 20 (as measured in the last section of this file).
+        # The storage does not change. Passing it takes 34 us instead of 27 with 5 arrays, and 57
+        # instead of 28 with 20 (measured as in the last section of this file).
         new = self._set_priorities(state._replace(storage=()), indices, priorities)
         return new._replace(storage=state.storage)
 
@@ -486,9 +487,9 @@ class WithPriorities(Replay):
         raise NotImplementedError
 
     def priorities(self, state: State, indices: Any) -> Array:
-        """Reads priorities [...] float32 of the items, or of the windows that start, at `indices`
-        [...]: before the exponent, as `set_priorities` takes them, up to a rounding error. They are
-        0 where the index was overwritten, or no window begins. With exponent 0 all others are 1.
+        """Reads the priorities [...] float32 of the items or sequences that start at `indices`
+        [...], without the exponent: as given to `set_priorities`, up to a rounding error. They are
+        0 where the item was overwritten, or no sequence starts. With exponent 0 all others are 1.
         """
         indices = _as_indices("priorities", indices)
         return self._get_priorities(state._replace(storage=()), indices)
@@ -510,16 +511,16 @@ def cursor_modulus(rows: int, envs: int) -> int:
 
 
 class Ring(Buffer):
-    """A buffer of the last T rows: which these are, where, and at which of them windows start.
+    """A buffer of the last T rows: their numbers, their slots, and where sequences start.
 
-    The counters of the rings of a clustered buffer are stacked; `cluster` [B] says which is meant.
+    The counters of the rings of a clustered buffer are stacked; `cluster` [B] selects rings.
     """
 
     max_size: int
     num_envs: int | None = None
     sequence_length: int | None = None
     period: int = 1
-    clusters = 1  # how many rings divide the range of indices among them
+    clusters = 1  # number of rings that share the range of indices
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -527,7 +528,7 @@ class Ring(Buffer):
     def _empty(self) -> State:
         return RingState()
 
-    # N and W as numbers, where a user may have given None.
+    # N and W as numbers, also if the user gave None.
     envs = property(lambda self: self.num_envs or 1)
     window = property(lambda self: self.sequence_length or 1)
     num_slots = property(lambda self: self.max_size // self.envs)
@@ -564,10 +565,10 @@ class Ring(Buffer):
         return counters.size * self.envs
 
     def _starts(self, cursor: Array, size: Array) -> tuple[Array, Array]:
-        """Counts the rows where a window may start. Returns the first, too, which may be negative.
+        """Returns how many rows can start a sequence, and the first of them, perhaps negative.
 
-        The rows held are cursor - size, ..., cursor - 1. A window starts at a multiple of `period`
-        and ends at a row held, so it does not cross the write position.
+        The rows held are cursor - size, ..., cursor - 1. A sequence starts at a multiple of
+        `period` and ends at a row held, so it does not cross the write position.
         """
         oldest = cursor - size
         skipped = -oldest % self.period
@@ -586,7 +587,7 @@ class CircularBuffer(Ring):
     """A ring of the last `max_size` items; with `can_add` and `can_pop` a FIFO queue.
 
     Args:
-      max_size: how many items are held; then each new one overwrites the oldest.
+      max_size: items held; once full, each new item overwrites the oldest.
       donate, debug: as in `uniform_replay`.
 
     Raises TypeError or ValueError if `max_size` is not an int from 1 to 2**29.
@@ -616,8 +617,8 @@ class CircularBuffer(Ring):
         return state.size >= n
 
     def pop(self, state: RingState, n: int) -> Any:
-        """Takes out the n oldest items [n, ...]: (state, items); `n` is static. With fewer than n
-        held: ValueError; inside jit all are removed, and the rows of `items` after them are stale.
+        """Removes the n oldest items [n, ...]. Returns (state, items); `n` is static. ValueError if
+        fewer are held; inside jit all are removed, and the other rows of `items` are stale.
         """
         n = _positive("n", n)
         if n > self.max_size:
@@ -637,23 +638,23 @@ class CircularBuffer(Ring):
 
 @dataclass(frozen=True)
 class UniformReplay(Ring, Replay):
-    """A ring of the last `max_size` items, drawn from uniformly and with replacement.
+    """A ring of the last `max_size` items, sampled uniformly and with replacement.
 
     Args:
-      max_size: items held, over all environments; then each new row overwrites the oldest. Rounded
-        down to a multiple of num_envs * period.
-      num_envs: N, `add` then takes steps of N environments [N, ...]. None: single items.
-      sequence_length: W, `sample` then gives windows [B, W, ...] of W consecutive steps of one
-        environment. They never cross the write position, but they do cross the ends of episodes:
-        store a flag that marks these. None: `sample` gives items [B, ...].
-      period: windows start at steps whose count since the first is a multiple of it;
-        `period=sequence_length` gives windows that do not overlap.
-      donate: whether functions that return a state work in place and use up the one they are given.
-        False keeps old states alive, at the cost of copying the storage each call.
-      debug: whether mistakes in values, inside jit, are errors under checkify.
+      max_size: items held, over all environments; once full, each new row overwrites the oldest.
+        Rounded down to a multiple of num_envs * period.
+      num_envs: N; `add` then takes time steps of N environments [N, ...]. None: single items.
+      sequence_length: W; `sample` then returns sequences [B, W, ...] of W consecutive time steps of
+        one environment. They never cross the write position, but they do cross the ends of
+        episodes: store a flag that marks these. None: `sample` returns items [B, ...].
+      period: sequences start at rows whose number is a multiple of it; with
+        `period=sequence_length` they do not overlap.
+      donate: whether methods that return a state work in place, which deletes the state they are
+        given. False keeps old states alive, at the cost of copying the storage each call.
+      debug: whether invalid values, inside jit, are errors under checkify.
 
     Raises TypeError or ValueError for sizes that are not ints of at least 1, and for a `max_size`
-    over 2**29, too small for a window, or not a multiple of num_envs.
+    over 2**29, too small for a sequence, or not a multiple of num_envs.
     """
 
     max_size: int
@@ -673,7 +674,7 @@ class UniformReplay(Ring, Replay):
     def _draw(
         self, counters: State, key: Array, count: int, cluster: Any = 0
     ) -> tuple[Array, Array]:
-        """Draws windows of a ring, all equally likely."""
+        """Samples sequences of a ring, all equally likely."""
         cursor, size = counters.cursor.ravel()[cluster], counters.size.ravel()[cluster]
         starts, first = self._starts(cursor, size)
         total = starts * self.envs
@@ -686,17 +687,17 @@ class UniformReplay(Ring, Replay):
     def later(
         self, state: State, indices: Any, key: Array, goes_on: Array, *, horizon: int
     ) -> Array:
-        """Draws for each step at `indices` [B] a later step of the same episode: [B] int32.
+        """Samples for each time step at `indices` [B] a later one of its episode: [B] int32.
 
-        All of the next `horizon` steps, which is static, are as likely, up to the end of the
-        episode and the newest row. Where none follows it is the index itself. This is the strategy
-        "future" of hindsight: Andrychowicz et al. 2017, arXiv 1707.01495, section 4.5.
+        The next `horizon` (static) steps are equally likely, up to the end of the episode and the
+        newest row. Without a later step it is the index itself. This is the strategy "future" of
+        hindsight: Andrychowicz et al. 2017, arXiv 1707.01495, section 4.5.
 
-        For an index that is gone: ValueError; inside jit some index.
+        ValueError if an index was overwritten; inside jit its result is arbitrary.
 
         Args:
           goes_on: [T, N] bool, in the storage's order, such as `state.storage.valid`: whether the
-            row after this one is of the same episode.
+            next row is of the same episode.
         """
         indices = _as_indices("later", indices)
         horizon = _positive("later: horizon", horizon)
@@ -722,10 +723,10 @@ class UniformReplay(Ring, Replay):
 
 
 # ---------------------------------------------------------------------------------------- sum tree
-# A 4-ary sum tree is a tuple of levels. levels[0] has the weight of each position; node i of the
-# others is the sum of nodes 4 i to 4 i + 3 of the one before, each padded to a multiple of 4.
-SMALL = 1024  # levels of at most so many nodes are not stored, but computed for each draw
-# A float32 has 24 random bits, of which each level takes 2. Deeper levels take those of another
+# A 4-ary sum tree is a tuple of levels. levels[0] has the weight of each position; node i of a
+# higher level is the sum of nodes 4 i to 4 i + 3 of the level below. Sizes are multiples of 4.
+SMALL = 1024  # levels of at most so many nodes are not stored, but computed for each batch
+# A float32 has 24 random bits, and each level takes 2. Deeper levels take the bits of another
 # number: a single one would favour some of ten million items and miss others.
 LEVELS_PER_DRAW = 7
 
@@ -744,12 +745,12 @@ def tree_init(capacity: int) -> tuple[Array, ...]:
 def tree_set(levels: tuple, positions: Array, weights: Array, valid: Array) -> tuple[Array, ...]:
     """Sets `weights` [B] at `positions` [B] of a tree, where `valid` [B] is True.
 
-    The sums above are computed from their children. To add differences to them would let rounding
-    errors grow.
+    The sums above are computed from their children: adding differences would let rounding errors
+    grow.
     """
     past_end = levels[0].size
     new = [levels[0].at[jnp.where(valid, positions, past_end)].set(weights, mode="drop")]
-    # Where not valid, the sums above position 0 are computed, which does no harm.
+    # Where not valid, the sums above position 0 are computed again, which changes nothing.
     node = jnp.where(valid, positions, 0).astype(uint32)
     for level in levels[1:]:
         node = _computed_once(node // 4)
@@ -764,11 +765,11 @@ def tree_total(levels: tuple) -> Array:
 
 
 def tree_draw(levels: tuple, key: Array, count: int, tree: Any = 0) -> tuple[Array, Array]:
-    """Draws positions [B] in proportion to their weights, and gives the probabilities [B].
+    """Samples positions [B] in proportion to their weights. Returns their probabilities [B], too.
 
-    One is from each of B equal shares of the total (Schaul et al. 2016, section 3.3: stratified).
-    The probabilities are 0 if no weight is above 0. The levels of several trees have axes in front;
-    `tree` [B] then says from which tree each draw is.
+    Each of B equal shares of the total gives one (stratified: Schaul et al. 2016, section 3.3). The
+    probabilities are 0 if no weight is above 0. The levels of several trees have leading axes;
+    `tree` [B] then selects the tree of each sample.
     """
     levels = _with_small_levels(levels)
     key = _after(key, levels[-1])
@@ -799,11 +800,11 @@ def _with_small_levels(levels: tuple) -> tuple[Array, ...]:
 
 
 def _choose_child(weights: Array, fraction: Array) -> tuple[Array, Array, Array]:
-    """Finds the child, 0 to 3, whose share of the sum of `weights` [B, 4] holds `fraction` [B].
+    """Finds the child, 0 to 3, whose share of the sum of `weights` [B, 4] contains `fraction` [B].
 
-    Returns the child [B] uint32, its weight, and where in its share the fraction lies, again from 0
-    to 1. The search goes first to the left or the right pair, and then to one child of the pair. It
-    never ends at a child without weight, to which rounded sums could lead.
+    Returns the child [B] uint32, its weight, and the place of the fraction within its share, from 0
+    to 1. Chooses the left or the right pair, then a child of the pair: never a child of weight 0,
+    to which rounded sums could lead.
     """
     a, b, c, d = (weights[:, i] for i in range(4))
     target = fraction * _sum(weights)
@@ -826,16 +827,16 @@ def _sum(groups: Array) -> Array:
 # ------------------------------------------------------------------------------------- prioritised
 @dataclass(frozen=True)
 class PrioritisedReplay(WithPriorities, UniformReplay):
-    """A ring of the last `max_size` items, drawn from in proportion to priority ** exponent.
+    """A ring of the last `max_size` items, sampled in proportion to priority ** exponent.
 
-    Schaul et al. 2016, section 3.3, equation 1, with stratified draws; `importance_weights` undoes
-    the bias. New items get the largest priority that was ever set, or 1 if none above 0 was. An
-    item of priority 0 is never drawn, but with exponent 0 all are alike.
+    Schaul et al. 2016, section 3.3, equation 1, with stratified sampling; `importance_weights`
+    corrects the bias. New items get the largest priority set so far, or 1 if none was above 0. An
+    item of priority 0 is never sampled; with exponent 0 all items are equally likely.
 
     Args:
-      max_size: items held, over all environments; then each new row overwrites the oldest.
+      max_size: items held, over all environments; once full, each new row overwrites the oldest.
       priority_exponent: alpha, 0 or more; 0 is uniform replay.
-      num_envs, sequence_length, period, donate, debug: as in `uniform_replay`. A window has one
+      num_envs, sequence_length, period, donate, debug: as in `uniform_replay`. A sequence has one
         priority, that of its first item.
 
     Raises TypeError and ValueError as `uniform_replay`, and if the exponent is below 0 or infinite.
@@ -873,7 +874,7 @@ class PrioritisedReplay(WithPriorities, UniformReplay):
         return jnp.where(is_stored, weights**inverse, 0)
 
     def _weights(self, priorities: Array) -> Array:
-        """Weights of priorities, with a limit so that sums of them, and 1 / sum, stay finite."""
+        """Computes weights of priorities, limited so that their sums, and 1 / sum, stay finite."""
         largest = np.finfo(np.float32).max / (8 * self.max_size)
         return jnp.minimum(priorities**self.priority_exponent, largest)
 
@@ -881,14 +882,14 @@ class PrioritisedReplay(WithPriorities, UniformReplay):
         return PrioritisedState(tree=tree_init(self.max_size))
 
     def _advance(self, counters: State, rows: PyTree, mask: Any) -> tuple[State, Array]:
-        """Also sets the weights of the windows that can be drawn from now on, or not any more."""
+        """Also sets the weights of new sequences, and 0 at rows where none is complete."""
         new, slots = super()._advance(counters, rows, mask)
         length = _length(rows)
         count = length if mask is None else jnp.sum(mask, dtype=int32)
-        # Weights of windows of W = 3 rows, after 4 rows were added at the cursor c:
+        # Weights of sequences of W = 3 rows, after 4 rows were added at the cursor c:
         #   first row   c-4  c-3 | c-2   c-1    c    c+1  | c+2     c+3
-        #   weight      as it was| new: now it is complete| 0: it is not complete
-        # Rows that do not exist, or that are overwritten by others of the 4, are left out.
+        #   weight      unchanged| new: now complete      | 0: not complete
+        # Rows that do not exist, or that others of the 4 overwrite, are left out.
         k = jnp.arange(1 - self.window, length)
         row = counters.cursor + k
         is_start = (k <= count - self.window) & (row % self.period == 0)
@@ -910,36 +911,36 @@ class PrioritisedReplay(WithPriorities, UniformReplay):
     def _draw(
         self, counters: State, key: Array, count: int, cluster: Any = 0
     ) -> tuple[Array, Array]:
-        """Draws windows in proportion to their weights."""
+        """Samples sequences in proportion to their weights."""
         positions, probabilities = tree_draw(counters.tree, key, count, cluster)
         slot = positions // self.envs
         newest = counters.cursor.ravel()[cluster] - 1
-        row = newest - (newest - slot) % self.num_slots  # the newest row that went to this slot
+        row = newest - (newest - slot) % self.num_slots  # the newest row in this slot
         return row % self.modulus * self.envs + positions % self.envs, probabilities
 
 
 # --------------------------------------------------------------------------------------- clustered
 @dataclass(frozen=True)
 class ClusteredReplay(WithPriorities):
-    """A replay buffer for each cluster; a draw is of a cluster, then of an item in it.
+    """A replay buffer for each cluster: `sample` chooses a cluster, then an item in it.
 
     Rare kinds of items, such as trajectories of a high return, stay until new ones replace them.
-    The state is that of `cluster_buffer` with an axis K in front, and storage [K * T, N, ...].
+    The state is that of `cluster_buffer` with a leading axis K, and storage [K * T, N, ...].
 
     Args:
       num_clusters: K.
       cluster_buffer: a uniform or prioritised buffer of the size of one cluster; its donate and
-        debug do not count. Each has a max_priority of its own. Neighbours in a cluster are not
-        consecutive steps: store windows or episodes as items.
-      clustering_fn: gives the cluster, an integer from 0 to K - 1 or a bool, of what `add` takes:
-        an item, or a step of N environments. One outside of that counts as the nearest.
-      distribution_power: a cluster is drawn in proportion to the number of items that a draw may
-        start at, to this power, from -4 to 4: 0 draws all clusters alike that have any, 1 as one
-        uniform buffer.
+        debug are ignored. Each cluster has its own max_priority. Neighbours in a cluster are not
+        consecutive time steps: store sequences or episodes as items.
+      clustering_fn: returns the cluster of what `add` takes, an item or a time step of N
+        environments: an integer, which is clipped to 0 to K - 1, or a bool.
+      distribution_power: clusters are sampled in proportion to the number of items that can be
+        sampled in them, to this power, from -4 to 4: 0 samples all clusters that have any equally,
+        1 samples as one uniform buffer does.
       donate, debug: as in `uniform_replay`.
 
-    Raises TypeError or ValueError if an argument is none of these, `cluster_buffer` has a
-    `sequence_length` above 1, or all clusters together hold more than 2**29 items.
+    Raises TypeError or ValueError for any other argument, for a `cluster_buffer` with a
+    `sequence_length` above 1, and if all clusters together hold more than 2**29 items.
     """
 
     num_clusters: int
@@ -960,7 +961,7 @@ class ClusteredReplay(WithPriorities):
 
     @cached_property
     def ring(self) -> Any:
-        """Makes the buffer of one cluster. Its indices are small: int32 holds those of all."""
+        """Makes the buffer of one cluster, whose indices leave room for those of the others."""
         ring = copy(self.cluster_buffer)
         object.__setattr__(ring, "clusters", self.num_clusters)
         return ring
@@ -986,9 +987,9 @@ class ClusteredReplay(WithPriorities):
         return super().priorities if self.ring.priorities else None
 
     def later(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ValueError: of the steps of a cluster none follows another."""
+        """Raises ValueError: the steps of a cluster do not follow each other."""
         raise ValueError(
-            "later: the steps of a cluster do not follow each other: store whole windows or "
+            "later: the steps of a cluster do not follow each other: store whole sequences or "
             "episodes as items"
         )
 
@@ -1001,7 +1002,7 @@ class ClusteredReplay(WithPriorities):
         return indices // self.num_clusters, indices % self.num_clusters
 
     def _members(self, cluster: Array) -> Array:
-        """Returns for each of the K clusters whether each of `cluster` [B] is it: bool [K, B]."""
+        """Returns whether each of `cluster` [B] equals each of the K clusters: bool [K, B]."""
         return jnp.arange(self.num_clusters)[:, None] == cluster[None]
 
     def _advance(self, counters: State, rows: PyTree, mask: Any) -> tuple[State, Array]:
@@ -1017,7 +1018,7 @@ class ClusteredReplay(WithPriorities):
             masks &= mask[None]
         advance = jax.vmap(self.ring._advance, in_axes=(0, None, 0))
         new, slots = advance(counters, rows, masks)  # slots [K, L]
-        slot = jnp.min(slots, axis=0)  # in all rings but that of its cluster it is past the end
+        slot = jnp.min(slots, axis=0)  # past the end in all rings but that of its cluster
         past_end = self.num_slots + np.arange(len(slot), dtype=np.int32)
         in_storage = self.ring.num_slots * cluster + slot
         return new, jnp.where(slot < self.ring.num_slots, in_storage, past_end)
@@ -1043,14 +1044,14 @@ class ClusteredReplay(WithPriorities):
         return self.ring._can_surely_draw(state)
 
     def _draw(self, counters: State, key: Array, count: int) -> tuple[Array, Array]:
-        """Draws a cluster, and then a window of it, for each of `count`."""
+        """Samples `count` clusters, and an item of each."""
         cluster_key, key = jax.random.split(key)
         starts = self.ring._num_starts(counters).astype(float32)
         weights = jnp.where(self.ring._can_draw(counters), starts**self.distribution_power, 0)
         sums = jnp.cumsum(weights)  # [K]
         total = sums[-1]
         target = total * (1 - jax.random.uniform(cluster_key, (count, 1)))  # above 0
-        cluster = jnp.sum(sums[None] < target, axis=1, dtype=int32)  # the first that reaches it
+        cluster = jnp.sum(sums[None] < target, axis=1, dtype=int32)  # the first sum that reaches it
         key = _after(key, cluster)
         cluster_probability = weights[cluster] / jnp.maximum(total, TINY)
         indices, probabilities = self.ring._draw(counters, key, count, cluster)
@@ -1077,14 +1078,14 @@ prioritised_replay = PrioritisedReplay
 clustered_replay = ClusteredReplay
 
 
-# ---------------------------------------------- no buffers: returns, means, loops, minibatches
+# ---------------------------------------- other functions: returns, means, loops, minibatches
 def importance_weights(probabilities: Any, beta: Any) -> Array:
     """Computes (size * P)**-beta over the largest of the batch: Schaul et al. 2016, section 3.4.
 
-    The division cancels the size of the buffer: it is (the smallest P / P)**beta.
+    The size of the buffer cancels: the weights are (smallest P / P)**beta.
 
     Args:
-      probabilities: [B], of a `Sample`. Where one is 0, nothing was drawn: that weight is 0.
+      probabilities: [B], of a `Sample`. Where one is 0, nothing was sampled: that weight is 0.
       beta: how much of the bias is corrected, from 0 (nothing, all weights are 1) to 1.
 
     Returns [B] float32, from 0 to 1.
@@ -1111,12 +1112,12 @@ def n_step_return(
       terminated, truncated: [B, n] bool, or numbers that are 0 for False.
       gamma: discount factor of one step.
 
-    Returns three arrays [B]: the sums, float32; the discount of the value that follows, float32,
-    gamma**m, and 0 if terminated; and m, the steps taken, int32, 1 to n.
+    Returns three arrays [B]: the sums, float32; the discount of the value to bootstrap from,
+    float32: gamma**m, or 0 if terminated; and m, int32, 1 to n.
     """
     shapes = [jnp.shape(x) for x in (reward, terminated, truncated)]
     if len(shapes[0]) != 2 or len(set(shapes)) > 1:
-        hint = "of one window of n steps give [None] of each, with an axis in front"
+        hint = "of a single sequence of n steps give x[None] of each x"
         raise ValueError(f"reward, terminated and truncated must be [B, n], got {shapes}: {hint}")
     terminated = jnp.asarray(terminated).astype(bool)
     truncated = jnp.asarray(truncated).astype(bool)
@@ -1134,28 +1135,28 @@ def n_step_return(
 
 
 def discounted_sum(x: Array, discount: Any, first: Array, reverse: bool = False) -> Array:
-    """Computes y[t] = x[t] + discount[t] * y[t - 1] [S, N], or y[t + 1] in reverse; `first` [N]."""
+    """Computes y[t] = x[t] + discount[t] * y[t - 1] [S, N], from `first` [N]; reverse: y[t + 1]."""
 
     def step(previous: Array, row: tuple) -> tuple[Array, Array]:
         x, discount = row
         y = x + discount * previous
         return y, y
 
-    # Eight rows in one turn of the loop: less overhead.
+    # Eight steps in one iteration of the loop have less overhead.
     _, sums = lax.scan(step, first, (x, discount), unroll=8, reverse=reverse)
     return sums
 
 
 def stack_frames(frames: Any, count: int, mask: Any) -> Any:
-    """Turns windows of single observations into windows of stacks: an episode's last K of them.
+    """Turns sequences of frames into sequences of stacks of an episode's last K frames.
 
-    So an image is stored once and not in K stacks (Mnih et al. 2015, Methods, "Preprocessing").
+    So a frame is stored once and not in K stacks (Mnih et al. 2015, Methods, "Preprocessing").
 
     Args:
       frames: [B, W, ...], the observations of W consecutive steps.
       count: K, 1 to W. With 1 the frames are returned as they are.
-      mask: [B, W] bool, False for a step that only resets. In the stacks after it, zeros stand for
-        the observations up to it.
+      mask: [B, W] bool, False for an autoreset step. In the stacks after it, the frames up to it
+        are zeros.
 
     Returns [B, W - K + 1, K, ...], the stack of each step from the K-th on, the newest frame last.
     """
@@ -1178,17 +1179,17 @@ def read_trajectories(file: Any) -> dict[str, np.ndarray]:
 
     Args:
       file: its arrays [L, ...] are named as in D4RL and OGBench: `observations`, `actions`,
-        `rewards` and `terminals`; `timeouts`, `next_observations` and `masks` may be there. A
-        trajectory ends at a terminal or a timeout, at a next observation that is not that of the
-        next row, and at the end of the file. With `masks` a step terminated where its mask is 0,
-        and a terminal only ends a trajectory.
+        `rewards`, `terminals`, and optionally `timeouts`, `next_observations` and `masks`. A
+        trajectory ends at a terminal or a timeout, at a next observation that differs from the
+        observation of the next row, and at the end of the file. With `masks` a step terminated
+        where its mask is 0, and a terminal only ends a trajectory.
 
     Returns arrays [rows, ...]: observation, action, reward, terminated, truncated, and valid, which
-    is False for a row that only resets. It follows the last step of each trajectory, and has the
-    observation after it. Without `next_observations` the last row of one that did not terminate
-    becomes that row, because what its action led to is not known.
+    is False in an autoreset row. This row follows the last step of each trajectory, and has the
+    observation after it. Without `next_observations` that observation is not known: the last step
+    of a trajectory that did not terminate then becomes the autoreset row.
 
-    ValueError if an array is missing, or has another length.
+    ValueError if an array is missing, or if lengths differ.
     """
     arrays = _load_trajectories(file)
     rewards, observations = arrays["rewards"], arrays["observations"]
@@ -1220,7 +1221,7 @@ def read_trajectories(file: Any) -> dict[str, np.ndarray]:
 
 
 def _load_trajectories(file: Any) -> dict[str, np.ndarray]:
-    """Loads the arrays that `read_trajectories` needs. ValueError if they are not there."""
+    """Loads the arrays of `read_trajectories`. ValueError if one is missing, or lengths differ."""
     with np.load(file) as found:
         arrays = {name: found[name] for name in found.files}
     for name in ("observations", "actions", "rewards", "terminals"):
@@ -1230,7 +1231,7 @@ def _load_trajectories(file: Any) -> dict[str, np.ndarray]:
     for name in ("observations", "actions", "terminals"):
         if len(arrays[name]) != rows or rows == 0:
             text = f"{len(arrays[name])} rows of {name} and {rows} of rewards"
-            raise ValueError(f"{file} has {text}: it needs as many, and one or more")
+            raise ValueError(f"{file} has {text}: the numbers must be equal, and 1 or more")
     return arrays
 
 
@@ -1249,7 +1250,7 @@ def is_due(interval: int, step: int, end: int) -> bool:
 def repeat(step: Callable, state: PyTree, inputs: tuple, count: Any) -> tuple[PyTree, dict]:
     """Calls `state, metrics = step(state, *row)` with each of the first `count` rows of `inputs`.
 
-    As a `jax.lax.scan` over arrays [K, ...] that `count`, which may be traced, ends early.
+    It is a `jax.lax.scan` over arrays [K, ...] that ends after `count` rows, which may be traced.
 
     Args:
       step: takes a state, and a row [...] of each input; returns the next state, and a dict of
@@ -1258,8 +1259,8 @@ def repeat(step: Callable, state: PyTree, inputs: tuple, count: Any) -> tuple[Py
       inputs: arrays [K, ...].
       count: 0 to K.
 
-    Returns the state and the metrics of the last call, float32. Without a call these are infinite,
-    so that nobody takes them for a measurement.
+    Returns the state and the metrics of the last call, float32. Without a call the metrics are
+    infinite, so that nobody takes them for measurements.
     """
 
     def call(i: Any, carry: tuple) -> tuple[PyTree, dict]:
@@ -1272,7 +1273,7 @@ def repeat(step: Callable, state: PyTree, inputs: tuple, count: Any) -> tuple[Py
 
 
 def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: int) -> Array:
-    """Shuffles rows: [epochs, num_minibatches, rows // num_minibatches] int32.
+    """Shuffles numbers of rows: [epochs, num_minibatches, rows // num_minibatches] int32.
 
     ValueError if `num_minibatches` does not divide `rows`.
     """
@@ -1284,7 +1285,7 @@ def shuffled_minibatches(key: Array, rows: int, epochs: int, num_minibatches: in
 
 # ------------------------------------------------------------------------------------------ checks
 def _is_checked(buffer: Buffer, *values: Any) -> bool:
-    """Returns whether to look for mistakes in values: if they are concrete, or debug is set."""
+    """Returns whether values are checked: if they are concrete, or debug is set."""
     return buffer.debug or not any(isinstance(value, Tracer) for value in values)
 
 
@@ -1298,7 +1299,7 @@ def _check(ok: Any, message: str, **values: Any) -> None:
 
 
 def _positive(name: str, value: Any) -> int:
-    """Returns the value, which must be an int of at least 1."""
+    """Returns the value as an int. Raises unless it is an int of at least 1."""
     if not isinstance(value, int | np.integer):
         given = f"an array {jax.typeof(value)}" if isinstance(value, Array) else repr(value)
         raise TypeError(
@@ -1311,13 +1312,13 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _check_sizes(ring: Ring) -> None:
-    """Makes the sizes of a ring ints, or raises an error that names sizes that work."""
+    """Converts the sizes of a ring to ints, or raises an error that suggests sizes."""
     for name in ("max_size", "num_envs", "sequence_length", "period"):
         value = getattr(ring, name)
         if value is not None:
             object.__setattr__(ring, name, _positive(name, value))
     max_size, envs, period = ring.max_size, ring.envs, ring.period
-    steps = -(-ring.window // period) * period  # that hold a window, from a multiple of `period`
+    steps = -(-ring.window // period) * period  # hold a sequence from a multiple of `period`
     below = max(max_size // envs, steps) * envs
     above = max(-(-max_size // envs), steps) * envs
     if max_size not in (below, above):
@@ -1332,7 +1333,7 @@ def _check_sizes(ring: Ring) -> None:
 
 
 def _check_cluster_buffer(buffer: ClusteredReplay) -> None:
-    """Raises unless the buffer of a cluster can be that of so many."""
+    """Raises unless the buffer of a cluster has a valid type, single items and a valid size."""
     inner = buffer.cluster_buffer
     if not isinstance(inner, UniformReplay):
         given = type(inner).__name__
@@ -1341,7 +1342,7 @@ def _check_cluster_buffer(buffer: ClusteredReplay) -> None:
     if inner.window > 1:
         raise TypeError(
             f"cluster_buffer has sequence_length={inner.window}, but the steps of a cluster "
-            "do not follow each other: leave it out, and store whole windows or episodes as items"
+            "do not follow each other: leave it out, and store whole sequences or episodes as items"
         )
     if inner.max_size * buffer.num_clusters > 2**29:
         sizes = f"{buffer.num_clusters} times {inner.max_size}"
@@ -1349,7 +1350,7 @@ def _check_cluster_buffer(buffer: ClusteredReplay) -> None:
 
 
 def _check_state(buffer: Buffer, state: State) -> None:
-    """Raises unless the state is one that this buffer's `init` made, and not several, stacked."""
+    """Raises unless this buffer's `init` made the state, and no states are stacked in it."""
     another = "the state was made by another buffer's init: it"
     if not isinstance(state, buffer.state_type):
         kinds = f"{type(state).__name__} and not a {buffer.state_type.__name__}"
@@ -1369,7 +1370,7 @@ def _check_state(buffer: Buffer, state: State) -> None:
 
 
 def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: str) -> None:
-    """Raises unless every leaf of `items` is `lead` (named `axes`) + the shape given to init."""
+    """Raises unless each leaf of `items` has shape `lead` (named `axes`) + that given to init."""
     given = tree_structure(items)
     expected = tree_structure(storage)
     if given != expected:  # type: ignore[operator]
@@ -1392,9 +1393,9 @@ def _check_items(name: str, storage: PyTree, items: PyTree, lead: tuple, axes: s
 
 
 def _with_fitting_numbers(name: str, state: State, items: PyTree) -> PyTree:
-    """Gives Python numbers the dtypes of their slots. Raises if a number does not fit.
+    """Converts Python numbers to the dtypes of their slots. Raises if a number does not fit.
 
-    JAX would cut off Python numbers, and arrays of NumPy of 64 bits, without a word.
+    JAX would silently truncate Python numbers and 64-bit arrays of NumPy.
     """
     for x in tree_leaves(items):
         if type(x) in PYTHON or (isinstance(x, NUMPY) and x.itemsize > 4):
@@ -1403,9 +1404,9 @@ def _with_fitting_numbers(name: str, state: State, items: PyTree) -> PyTree:
 
 
 def _converted(name: str, storage: PyTree, items: PyTree) -> PyTree:
-    """See `_with_fitting_numbers`."""
+    """Converts as described in `_with_fitting_numbers`."""
     if tree_structure(items) != tree_structure(storage):  # type: ignore[operator]
-        return items  # `_check_items` explains it
+        return items  # `_check_items` will raise
     leaves, structure = tree_flatten(items)
     for i, (x, slots) in enumerate(zip(leaves, tree_leaves(storage), strict=True)):
         number = _not_held(slots.dtype, x)
@@ -1422,7 +1423,7 @@ def _converted(name: str, storage: PyTree, items: PyTree) -> PyTree:
 def _is_weak_and_fits(slots: Array, x: Any) -> bool:
     """Returns whether `x` is weakly typed and the slots may store it, as `jnp.where(y, 1, 0)`.
 
-    Its numbers are not known in jit, so they must hold all that its own dtype can.
+    Its values are not known in jit, so the slots must hold all values of its dtype.
     """
     if not jax.typeof(x).weak_type or jnp.result_type(slots, x) != slots.dtype:
         return False
@@ -1444,7 +1445,7 @@ def _not_held(dtype: Any, x: Any) -> Any:
 
 @cache
 def _limits(dtype: Any) -> tuple:
-    """Returns the least and the largest finite number of a dtype, nothing if it has none."""
+    """Returns the least and the largest finite number of a dtype; infinities if it has none."""
     if jnp.issubdtype(dtype, np.integer):
         return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     if jnp.issubdtype(dtype, np.inexact):
@@ -1457,11 +1458,11 @@ def _check_mask(mask: Any, length: int) -> None:
     dtype = getattr(mask, "dtype", type(mask).__name__)
     given = f"{dtype}{getattr(mask, 'shape', '')}"
     if mask is not None and given != f"bool({length},)":
-        raise ValueError(f"add_batch: mask is {given}, expected bool and ({length},), by row")
+        raise ValueError(f"add_batch: mask is {given}, expected bool and ({length},): one per row")
 
 
 def _as_indices(name: str, indices: Any) -> Any:
-    """Indices as an array of int32: lists and Python ints are taken, floats are not."""
+    """Converts indices, also lists and Python ints, to an array of int32. TypeError for floats."""
     array = indices if isinstance(indices, Array) else np.asarray(indices)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name}: indices must be integers, got {array.dtype}")
@@ -1472,13 +1473,13 @@ def _as_indices(name: str, indices: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------ arrays
 def _length(rows: PyTree) -> int:
-    """Returns L of rows [L, ...]; 1 if they have no such axis."""
+    """Returns L of rows [L, ...]; 1 without this axis."""
     shapes = [jnp.shape(leaf) for leaf in tree_leaves(rows)]
     return shapes[0][0] if shapes and shapes[0] else 1
 
 
 def _reshaped(storage: PyTree, items: PyTree, length: int) -> PyTree:
-    """Rows [length, N, ...] in the storage's dtypes, made of as many items in any shape."""
+    """Reshapes items to rows [length, N, ...], in the storage's dtypes."""
 
     def reshaped(leaf: Any, slots: Array) -> Array:
         return jnp.asarray(leaf, slots.dtype).reshape(length, *slots.shape[1:])
@@ -1495,16 +1496,16 @@ def _items_at(storage: PyTree, position: Array) -> PyTree:
 
 
 # ----------------------------------------------------------------------------------- faster in XLA
-# Each says what it saves: microseconds of a call from Python, with it and without it (JAX 0.12 on 2
-# CPU cores, 256 items drawn of 5 arrays each, unless something else is said).
+# Each docstring gives microseconds of a call from Python, with and without the function (JAX 0.12
+# on 2 CPU cores, 256 items sampled of 5 arrays each, unless stated otherwise).
 def _gather(x: Array, i: Array) -> Array:
     """Returns x[i] for `i` [B, ...] in range, in one thread of a CPU.
 
-    XLA divides a gather from 256 KiB or more among threads, and to wake them takes longer. It does
-    not divide what is written to a part of an array, so each half of the result is written. A draw
-    from 1,000,000 items with priorities: 80 and 148.
+    XLA divides a gather from 256 KiB or more among threads, and waking them takes longer. It does
+    not divide a gather that is written to a part of an array, so the result is written in halves.
+    Sampling from 1,000,000 items with priorities: 80 and 148.
     """
-    i = i.astype(uint32)  # so that JAX need not look for negative ones
+    i = i.astype(uint32)  # so that JAX does not look for negative indices
     is_divided = x.nbytes >= 2**18 > i.size * x.nbytes // len(x)
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     if i.ndim == 0 or len(i) < 2 or is_key or not is_divided:
@@ -1521,9 +1522,9 @@ def _gather(x: Array, i: Array) -> Array:
 
 
 def _put(i: Array, x: Array, rows: Array) -> Array:
-    """Returns x.at[i].set(rows, mode="drop") for `i` [L] that are all different.
+    """Returns x.at[i].set(rows, mode="drop") for distinct `i` [L].
 
-    That would copy the rows first. To add 128 images of 32x32x3 float32: 118 and 230.
+    That expression would copy the rows first. Adding 128 images of 32x32x3 float32: 118 and 230.
     """
     item_axes = tuple(range(1, x.ndim + 1))
     windows = lax.ScatterDimensionNumbers(item_axes, (), (0,))
@@ -1534,8 +1535,8 @@ def _put(i: Array, x: Array, rows: Array) -> Array:
 def _computed_once(i: Array) -> Array:
     """Returns `i`, below 2**31 - 1, computed before it is used.
 
-    Otherwise XLA computes the way down a tree anew at each level. A draw from 1,000,000 items and
-    then new priorities for these: 210 and 367; in lax.scan 59 and 140.
+    Otherwise XLA computes the way down a tree anew at each level. Sampling from 1,000,000 items and
+    then setting their priorities: 210 and 367; in lax.scan 59 and 140.
     """
     return lax.rem(i, np.uint32(2**31 - 1))  # JAX 0.10 ignores lax.optimization_barrier on a CPU
 
@@ -1543,9 +1544,10 @@ def _computed_once(i: Array) -> Array:
 def _after(x: Array, *read: PyTree) -> Array:
     """Returns `x`, integers or a key, which XLA cannot use before it has `read`.
 
-    Otherwise it may write to an array, at a place that depends on `x`, before it has read from it,
-    and so copies the array first. It also draws random bits beside `read`, and wakes a thread for
-    that: a draw from 10,000 items with priorities: 32 and 118; from 8 clusters: 94 and 164.
+    Otherwise XLA may write to an array, at a place that depends on `x`, before reading from it, and
+    so copies the array first. It also generates random bits in parallel with `read`, and wakes a
+    thread for them. Sampling from 10,000 items with priorities: 32 and 118; from 8 clusters: 94 and
+    164.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _after(jax.random.key_data(x), *read)
@@ -1561,10 +1563,10 @@ def _after(x: Array, *read: PyTree) -> Array:
 
 
 def _random_below(bound: Array, bits: Array) -> Array:
-    """Computes floor(bound * r / 2**64) [B] int32 of 64 random bits r each, `bits` [2, B] uint32.
+    """Computes floor(bound * r / 2**64) [B] int32, of 64 random bits r: `bits` [2, B] uint32.
 
-    The product is taken by 16 bits of r at a time, as JAX has no 64-bit numbers by default. A draw
-    from 1,000,000 items: 39, and 129 with jax.random.randint, for which XLA wakes a thread.
+    Multiplies 16 bits of r at a time, as JAX has no 64-bit numbers by default. Sampling from
+    1,000,000 items: 39, and 129 with jax.random.randint, for which XLA wakes a thread.
     """
     high, low = bits
     n = bound.astype(uint32)

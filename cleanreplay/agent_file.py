@@ -1,8 +1,8 @@
 """Saves the best agent of a run in one file, and finds and reads agents.
 
-`best.safetensors` has the leaves of the State that the policy needs, by the names that they have in
-a checkpoint, such as params/params/Dense_0/kernel. It tells all that args.json tells of the run, so
-that the file alone is an agent.
+`best.safetensors` has the leaves of the State that the policy needs, by their names in a
+checkpoint, such as params/params/Dense_0/kernel. It also has the contents of args.json, so the file
+alone is an agent.
 """
 
 import math
@@ -26,15 +26,15 @@ KEY_SHAPE = jax.ShapeDtypeStruct((2,), np.uint32)  # of a random key
 
 
 class DamagedError(UsageError):
-    """A file is damaged, or no agent."""
+    """A file is damaged, or has no agent."""
 
 
 class BestAgent:
-    """Writes the file of the agent that did best in the evaluations of a run.
+    """Writes the file of the agent with the best evaluation of a run.
 
     Args:
-      folder: that of the run.
-      about: what args.json has.
+      folder: the folder of the run.
+      about: the contents of args.json.
     """
 
     def __init__(self, folder: Path, about: dict) -> None:
@@ -49,10 +49,10 @@ class BestAgent:
     def save_if_better(
         self, step: int, leaves: dict[str, Any], score: float, own: dict[str, Any] | None = None
     ) -> None:
-        """Writes `policy_leaves` of an agent, unless an earlier one had this score or a higher one.
+        """Writes `policy_leaves` of an agent, if its score is higher than that of the file.
 
-        The agent of the step of the file is not written again: a second evaluation may be luckier.
-        `own` are the flags of the algorithm in which this agent differs from args.json.
+        An agent of the file's step is not written: its second evaluation may only be luckier. `own`
+        has the flags of the algorithm in which this agent differs from args.json.
         """
         if not math.isfinite(score) or score <= self.score or step == self.step:
             return
@@ -66,7 +66,7 @@ class BestAgent:
 def find(place: Path | str) -> Path:
     """Finds the file of an agent: `place` itself, or in the folder of a run the best agent.
 
-    Without one it is the newest checkpoint. UsageError if there is no checkpoint, either.
+    Without a best agent it is the newest checkpoint. UsageError if neither exists.
     """
     for file in (Path(place), Path(place, NAME)):
         if file.is_file():
@@ -75,7 +75,7 @@ def find(place: Path | str) -> Path:
 
 
 def open_agent(file: Path | str) -> disk.Stored:
-    """Opens the file of an agent, or of a checkpoint. UsageError if it is damaged, or neither."""
+    """Opens the file of an agent or a checkpoint. UsageError if it is damaged, or another file."""
     try:
         return disk.open_file(Path(file))
     except (OSError, ValueError) as error:
@@ -85,16 +85,16 @@ def open_agent(file: Path | str) -> disk.Stored:
 def read_leaves(
     stored: disk.Stored, wanted: dict, known: Iterable[str], what: str, absent: Iterable[str] = ()
 ) -> dict:
-    """Reads leaves by their names in the State; of several agents [num_agents, ...].
+    """Reads leaves by their names in the State; those of several agents are [num_agents, ...].
 
     Args:
-      stored: a file that was opened.
-      wanted: names, and shapes of one agent.
+      stored: the opened file.
+      wanted: the names, with the shapes of one agent.
       known: the names of all leaves of a State.
       what: begins the text of an error.
-      absent: names of what is None in this State, such as statistics of observations.
+      absent: names of fields that are None in this State, such as statistics of observations.
 
-    UsageError if a leaf is missing there or here, has another shape, or is damaged.
+    UsageError if a leaf is missing there or here, has a different shape, or is damaged.
     """
     has_several = stored.about["num_agents"] is not None
     prefix = "agent/" if has_several else ""
@@ -118,9 +118,9 @@ def read_leaves(
 
 
 def first_left(about: dict) -> tuple[int | None, dict]:
-    """Returns the number of the first agent of a file whose numbers are finite, and its own flags.
+    """Returns the index of the first agent of a file that has not diverged, and its own flags.
 
-    The number is None if the file has one agent, without an axis for it.
+    The index is None if the file has one agent, without an axis for it.
     """
     if about["num_agents"] is None:
         return None, about["own"]
@@ -129,14 +129,14 @@ def first_left(about: dict) -> tuple[int | None, dict]:
 
 
 def left_in(about: dict) -> list[int]:
-    """Returns the numbers of the agents of a file whose numbers are finite; [0] of a single one."""
+    """Returns the indices of the agents of a file that have not diverged; [0] of a single one."""
     if about["num_agents"] is None:
         return [0]
     return [i for i in range(about["num_agents"]) if i not in about["lost"]]
 
 
 def cannot_be_read(file: Path | str, error: Exception) -> UsageError:
-    """Makes an error of reading a UsageError that names the file."""
+    """Turns a reading error into a UsageError that names the file."""
     reason = checkpoints.first_line(error)
     if checkpoints.is_of_the_machine(error):
         return UsageError(f"{file} cannot be read now: {reason}")
@@ -169,13 +169,13 @@ def start_from(source: str, state: Any, agent: Any) -> Any:
     """Begins a State, or RunnerState of compiled.py, with what another agent has learned.
 
     Args:
-      source: the file of an agent, or the folder of a run, of which the newest checkpoint that can
-        be read is taken, or else the best agent. Of several agents there the first whose numbers
-        are finite is taken by the first here, and so on; of too few all in turn.
-      state: a new one.
-      agent: whose `learned` names what is taken.
+      source: the file of an agent, or the folder of a run: its newest readable checkpoint, or else
+        its best agent. The agents of `state` take those that have not diverged, in order; if these
+        are fewer, they are taken again from the first.
+      state: a new state.
+      agent: its `learned` selects the leaves that are taken.
 
-    UsageError if a leaf has another shape, or cannot be read.
+    UsageError if a leaf has a different shape, or cannot be read.
     """
     before = getattr(state, "agent", state)
     for_several = before is not state
@@ -198,7 +198,7 @@ def start_from(source: str, state: Any, agent: Any) -> Any:
 
 
 def files_in(source: str) -> list[Path]:
-    """Lists the files that a run can begin with, in the order in which they are tried."""
+    """Lists the files that a run can begin with, in the order to try them."""
     place = Path(source)
     if place.is_file():
         return [place]
@@ -209,9 +209,9 @@ def files_in(source: str) -> list[Path]:
 
 
 def read_learned(source: str, state: Any, agent: Any, for_several: bool) -> tuple[dict, dict]:
-    """Reads what another agent has learned, by the names of leaves, and what is known about it.
+    """Reads what another agent has learned, by the names of leaves, and its `about`.
 
-    A line names each file that is damaged, where there is another to begin with.
+    A line reports each damaged file, if another file remains to begin with.
     """
     try:
         *files, last = files_in(source)
@@ -228,8 +228,8 @@ def read_learned(source: str, state: Any, agent: Any, for_several: bool) -> tupl
 def read_file(file: Path, state: Any, agent: Any, for_several: bool) -> tuple[dict, dict]:
     """Reads what the agent of a file has learned, see `read_learned`.
 
-    From a checkpoint it is all that `learned` names, and from the file of an agent what its policy
-    needs: a leaf that is a copy at the start of a run, as in a target network, is a copy again.
+    A checkpoint gives all leaves that `learned` selects. The file of an agent gives those of its
+    policy, and of leaves that start as copies of them, as in a target network.
     """
     stored = open_agent(file)
     is_whole = stored.about["is_whole"]
@@ -248,7 +248,7 @@ def read_file(file: Path, state: Any, agent: Any, for_several: bool) -> tuple[di
 
 
 def copies(agent: Agent, names: list[str]) -> dict[str, str]:
-    """Returns the leaves of a new State that are copies of others, by their names: the others'."""
+    """Finds leaves of a new State that are copies of others: {name: name of the original}."""
     outputs = jax.make_jaxpr(agent.init)(KEY_SHAPE).jaxpr.outvars
     first: dict[int, str] = {}
     pairs = [(name, first.setdefault(id(x), name)) for name, x in zip(names, outputs, strict=True)]

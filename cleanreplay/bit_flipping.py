@@ -1,4 +1,4 @@
-"""Flips bits, in JAX: there are N, each action flips one, and the goal is N other bits.
+"""Flips bits, in JAX: each action flips one of N bits, until they equal the N bits of a goal.
 
 Andrychowicz et al. 2017, arXiv 1707.01495, section 3.1; here an episode ends at its goal.
 `--env-id cleanreplay.bit_flipping:BitFlipping15-v0` imports this module, which registers
@@ -16,7 +16,7 @@ from gymnasium.spaces import Box, Dict, Discrete
 
 
 class BitFlipping(FuncEnv):
-    """A state is [2, N]: the bits and the goal, as float32. The reward is -1 until they agree."""
+    """A state is [2, N]: the bits and the goal, as float32. The reward is -1 until they match."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()

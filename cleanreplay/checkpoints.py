@@ -1,8 +1,8 @@
 """Saves the state of training, and restores it.
 
 The folder of a run keeps the newest two checkpoints. Each is a folder, `checkpoints/STEP`, with the
-file `state.safetensors`, which has the leaves of the State by their paths. Beside it stand those
-that are large, see `disk`.
+file `state.safetensors`, which has the leaves of the State by their paths. Large leaves are beside
+it, see `disk`.
 """
 
 import errno
@@ -25,12 +25,12 @@ from cleanreplay import disk
 from cleanreplay.distributed import of_first
 from cleanreplay.errors import UsageError
 
-COPIED = 100_000_000  # bytes of the largest state that is copied and written in a thread
+COPIED = 100_000_000  # bytes; larger states are written without a copy and a thread
 FILE = "state.safetensors"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps of the checkpoints in the folder of a run, the oldest first."""
+    """Returns the steps of the checkpoints in the folder of a run, oldest first."""
     found = Path(folder, "checkpoints").glob("*")
     return sorted(int(path.name) for path in found if path.name.isdigit())
 
@@ -51,9 +51,9 @@ def newest(folder: Path) -> Path:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, each as a whole or not at all.
+    """Writes the checkpoints of a run, each completely or not at all.
 
-    What a killed process had begun to write is deleted.
+    Checkpoints that a killed process left incomplete are deleted.
     """
 
     def __init__(self, run_folder: Path | str) -> None:
@@ -67,11 +67,11 @@ class Checkpoints:
                 shutil.rmtree(begun)
 
     def save(self, step: int, state: Any, about: dict) -> None:
-        """Saves the state of training after `step`, and what is known about it, as JSON.
+        """Saves the state of training after `step`, and `about` as JSON.
 
-        A small state is copied, because training overwrites it, and a thread writes the copy. An
-        error of the thread is raised by the next `wait`, or by the next `save` once this state is
-        saved. If a state is spread over several processes, all of them must call this.
+        Training overwrites the state, so a small one is copied, and a thread writes the copy. The
+        next `wait` raises an error of the thread; so does the next `save`, after saving its own
+        state. If a state is spread over several processes, all of them must call this.
         """
         try:
             self.wait()
@@ -89,7 +89,7 @@ class Checkpoints:
         elif jax.process_index() == 0:
             self._write(step, on_host, about)
         else:
-            deque(on_host, maxlen=0)  # takes part in gathering each leaf
+            deque(on_host, maxlen=0)  # to take part in gathering each leaf
 
     def wait(self) -> None:
         """Waits until the last checkpoint is written. UsageError if the disk is full."""
@@ -98,7 +98,7 @@ class Checkpoints:
             writing.result()
 
     def _write(self, step: int, leaves: Iterable[tuple[str, np.ndarray]], about: dict) -> None:
-        """Writes a checkpoint under another name, renames it, and deletes the oldest ones."""
+        """Writes a checkpoint under a temporary name, renames it, and deletes old checkpoints."""
         new = self.folder / f".{step}.new"
         leaves = iter(leaves)
         try:
@@ -109,7 +109,7 @@ class Checkpoints:
             new.rename(self.folder / str(step))
             disk.sync_folder(self.folder)
         except Exception as error:
-            deque(leaves, maxlen=0)  # other processes take part in gathering all of them
+            deque(leaves, maxlen=0)  # the other processes gather all leaves
             shutil.rmtree(new, ignore_errors=True)
             if disk.is_full(error):
                 raise UsageError(f"no space left on the disk of {self.folder}") from error
@@ -119,12 +119,12 @@ class Checkpoints:
             shutil.rmtree(gone)
 
     def restore(self, state: Any) -> tuple[int, Any, dict]:
-        """Restores the newest checkpoint that can be read: its step, its state, and its `about`.
+        """Restores the newest checkpoint that can be read. Returns its step, state and `about`.
 
-        `state` has its shapes and devices; its arrays are overwritten. Damaged checkpoints are
-        moved aside. The first process reads, and sends to the others what it has read.
+        `state` gives the shapes and devices; its arrays are overwritten. Damaged checkpoints are
+        moved aside. The first process reads, and sends the contents to the others.
         """
-        of_first(partial(newest, self.run_folder))  # or there is none
+        of_first(partial(newest, self.run_folder))  # raises without a checkpoint
         leaves = disk.by_name(state)
         damaged = {}
         for step in reversed(of_first(partial(steps_in, self.run_folder))):
@@ -145,21 +145,21 @@ class Checkpoints:
         for other, reason in damaged.items():
             of_first(partial(self._move_aside, other))
             what = f"checkpoint {other} is damaged and was moved to {self.run_folder / 'damaged'}"
-            tqdm.write(f"{what}: the run goes on from {step} ({reason})")
+            tqdm.write(f"{what}: the run continues from {step} ({reason})")
         self.step = step
         return step, jax.tree.unflatten(jax.tree.structure(state), leaves.values()), stored.about
 
     def _move_aside(self, step: int) -> None:
-        """Moves a checkpoint to the folder `damaged`, so that one of this step can be saved."""
+        """Moves a checkpoint to the folder `damaged`, so that its step can be saved again."""
         aside = self.run_folder / "damaged" / f"{step}_{time.time_ns()}"
         aside.parent.mkdir(exist_ok=True)
         (self.folder / str(step)).rename(aside)
 
 
 def whole(x: jax.Array) -> np.ndarray:
-    """Returns all numbers of an array. Without a copy if they are in the memory of this process.
+    """Returns a whole array in NumPy, without a copy if it is in the memory of this process.
 
-    All processes must call this if it is spread over them.
+    If it is spread over several processes, all of them must call this.
     """
     if not (x.is_fully_addressable or x.is_fully_replicated):
         x = multihost_utils.process_allgather(x, tiled=True)
@@ -167,10 +167,10 @@ def whole(x: jax.Array) -> np.ndarray:
 
 
 def read_into(leaves: dict[str, jax.Array], stored: disk.Stored) -> None:
-    """Replaces leaves, of the same shapes, by those of a checkpoint.
+    """Replaces leaves by those of a checkpoint, which have the same shapes.
 
-    Large ones are overwritten in blocks: memory never holds two replays. UsageError if a leaf is
-    missing here or there, or has another shape. ValueError if one is damaged.
+    Large leaves are overwritten in blocks: memory never holds two replays. UsageError if a leaf is
+    missing here or there, or its shape differs. ValueError if a leaf is damaged.
     """
     here = {name: x.shape for name, x in leaves.items()}
     disk.check_shapes(f"{stored.file} is of another script or version", stored.shapes, here)
@@ -190,7 +190,7 @@ def read_into(leaves: dict[str, jax.Array], stored: disk.Stored) -> None:
 
 
 def is_of_the_machine(error: Exception) -> bool:
-    """Returns whether an error of reading is about memory, files or rights, not contents."""
+    """Returns whether a reading error is about memory, files or rights, not contents."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return False
     numbers = re.findall(r"OS error (\d+)", str(error))  # of tensorstore, which has its own errors
@@ -199,5 +199,5 @@ def is_of_the_machine(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the beginning of what an error says."""
+    """Returns the beginning of the text of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

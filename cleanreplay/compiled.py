@@ -1,7 +1,7 @@
 """Trains in environments written in JAX: many seeds, devices and hosts in one compiled program.
 
-A script calls `train` of this module if `find_jax_env` finds that its environment is a `FuncEnv` of
-Gymnasium, that is pure functions in JAX. Environment, replay and learning become one program:
+A script calls `train` of this module if `find_jax_env` finds a `FuncEnv` of Gymnasium, which is a
+set of pure functions in JAX. Environment, replay and learning become one program:
 
     for each agent:                                     # vmap over seeds, and values of --sweep
         for each log entry:                             # fori_loop: Trainer.run_entries
@@ -40,26 +40,26 @@ from cleanreplay.run_folder import RunFolder, are_finite
 from cleanreplay.sweep import Sweep, replace_args
 
 MAX_ENTRIES = 100  # log entries in one call of the compiled program
-LONG_CALL = 0.5  # seconds; calls that take less are doubled
+LONG_CALL = 0.5  # seconds; after a shorter call the next one covers twice as many log entries
 
 
 class RunnerState(NamedTuple):
-    """Everything that training changes. A checkpoint holds that of all agents [num_agents, ...]."""
+    """The state of training of an agent. In a checkpoint it is that of all: [num_agents, ...]."""
 
     agent: Any  # the State of the algorithm
-    key: Array  # stays the same; the step of an iteration is folded into it
+    key: Array  # constant; the step of an iteration is folded into it
     envs: JaxEnvState
     unfinished: Array  # [2, N], return and length so far of each unfinished episode
     finished: Array  # [3], number, returns and lengths of the episodes of this log entry
-    values: Any = ()  # of the flags that --sweep names, by their names; they stay the same
+    values: Any = ()  # constant values of the flags in --sweep, by their names
 
 
 class Entry(NamedTuple):
-    """What a log entry is made of, from an agent."""
+    """A log entry of an agent."""
 
     metrics: dict  # of the last iteration, and means of the episodes
     finished: Array  # [3], number, returns and lengths of the episodes
-    finite: Array  # [3] bool, whether all rewards, observations and parameters are
+    finite: Array  # [3] bool, whether all rewards, observations and parameters are finite
 
 
 def count_episodes(runner: RunnerState, rollout: Any) -> RunnerState:
@@ -79,7 +79,7 @@ def count_episodes(runner: RunnerState, rollout: Any) -> RunnerState:
 
 
 def check_flags(args: Any, run: Any, num_agents: int) -> None:
-    """Raises UsageError for what takes one process or one agent."""
+    """Raises UsageError for flags that need a single process or agent."""
     if run.capture_video and jax.process_count() > 1:
         raise UsageError("capture_video: resume the run in one process for a video")
     is_alone = num_agents == 1 and jax.process_count() == 1
@@ -88,10 +88,10 @@ def check_flags(args: Any, run: Any, num_agents: int) -> None:
 
 
 class Trainer:
-    """The compiled programs that train all agents and evaluate them.
+    """The compiled programs that train and evaluate all agents.
 
-    Agents are spread over the axis "seeds" of the mesh of devices, the environments of an agent
-    over "envs". Everything else is replicated.
+    The agents are divided over the axis "seeds" of the mesh of devices, and the environments of an
+    agent over the axis "envs". Everything else is replicated.
     """
 
     def __init__(self, make_agent: partial, jax_env: Any, run: Any) -> None:
@@ -130,7 +130,7 @@ class Trainer:
         self.envs = JaxEnvs(self.agent, self.jax_env.unwrapped.func_env, time_limit)
 
     def of(self, values: Any) -> "Trainer":
-        """Returns the trainer of an agent with these values [] of the flags that --sweep names."""
+        """Returns the trainer of an agent with these values [] of the flags in --sweep."""
         if not values:
             return self
         one = copy(self)
@@ -138,7 +138,7 @@ class Trainer:
         return one
 
     def first_entry(self, values: dict) -> tuple:
-        """Returns what an agent with these values has learned at its first log entry."""
+        """Trains an agent with these values up to its first log entry."""
         one = self.of(values)
         return one.run_entry(one.init_one(jnp.uint32(0)), jnp.int32(0))
 
@@ -187,8 +187,8 @@ class Trainer:
         params = self.agent.policy_params(runner.agent)
         rollout_key = jax.random.fold_in(rollout_key, step)
         envs, (rollout, info) = self.envs.collect(runner.envs, params, rollout_key, step)
-        # Replicated, or XLA would split a replay like the rollouts that it stores, and put it
-        # together again for each draw.
+        # Replicated, or XLA would split a replay like the rollouts that it stores, and gather it
+        # again for each sample.
         inputs = (rollout, envs.observation)
         rollout, observation = jax.lax.with_sharding_constraint(inputs, self.replicated)
         more = {}
@@ -222,7 +222,7 @@ class Trainer:
         return runner, Entry(metrics, runner.finished, jnp.append(finite.all(axis=0), params))
 
     def run_entries(self, runner: RunnerState, step: Array, num_entries: Array) -> tuple:
-        """Trains an agent for a number of log entries: RunnerState, Entry [MAX_ENTRIES, ...]."""
+        """Trains an agent for `num_entries`. Returns RunnerState and Entry [MAX_ENTRIES, ...]."""
         one = self.of(runner.values)
         _, shapes = jax.eval_shape(one.run_entry, runner, step)
         entries = jax.tree.map(lambda x: jnp.zeros((MAX_ENTRIES, *x.shape), x.dtype), shapes)
@@ -242,8 +242,8 @@ class Trainer:
         return jax.jit(run_all, donate_argnums=0, out_shardings=(shardings, self.replicated))
 
     def evaluate_one(self, params: Any, values: Any = ()) -> tuple[Array, Array, Array]:
-        """Plays episodes: returns [eval_episodes] of an agent, whether they ended and succeeded."""
-        # Training never folds in 2**31, so the keys of evaluations are distinct.
+        """Plays [eval_episodes] of an agent: their returns, whether they ended, and succeeded."""
+        # Training never folds in 2**31, so evaluations have their own keys.
         key = jax.random.PRNGKey(np.uint32(self.run.seed % 2**32))
         key = jax.random.fold_in(key, 2**31)
         run = self.run
@@ -259,14 +259,14 @@ class Trainer:
         return np.asarray(returns), np.where(np.isinf(succeeded), np.nan, succeeded)
 
     def first_params(self, runner: RunnerState) -> Any:
-        """Returns the parameters of `act` of the first agent whose numbers are finite."""
+        """Returns the parameters of `act` of the first agent that has not diverged."""
         params = self.agent.policy_params(runner.agent)
         return self.take_agent(params, self.sweep.first_left())
 
     def num_entries(self, step: int) -> int:
-        """Counts log entries of the next call: up to a checkpoint, an evaluation or the end.
+        """Counts the log entries of the next call, up to a checkpoint, an evaluation or the end.
 
-        `adapt` limits them, so that the progress is shown about every second.
+        `adapt` sets their limit, so that progress is shown about every second.
         """
         intervals = [self.run.checkpoint_interval, self.run.eval_interval]
         goals = [(step // interval + 1) * interval for interval in intervals if interval > 0]
@@ -274,7 +274,7 @@ class Trainer:
         return min(self.limit, math.ceil((goal - step) / self.interval))
 
     def adapt(self, is_long: bool) -> None:
-        """Doubles the log entries of a call, until it takes half a second or more."""
+        """Doubles the log entries of a call, unless the last one took half a second or more."""
         if not is_long:
             self.limit = max(1, min(2 * self.limit, self.max_entries))
 
@@ -282,8 +282,8 @@ class Trainer:
 def recent_returns(entries: deque, before: Any) -> np.ndarray:
     """Averages the last 100 or more returns of each agent [num_agents], in whole log entries.
 
-    `entries` are `finished` of RunnerState [num_agents, 3], the newest first. Each agent has as
-    many of them as it needs. The mean returns are `before` [num_agents] where no episode ended.
+    `entries` are `finished` of RunnerState [num_agents, 3], newest first. Where no episode ended
+    the result is `before` [num_agents].
     """
     total = np.zeros_like(entries[0])
     for finished in entries:
@@ -299,8 +299,8 @@ def check_entries(
 ) -> None:
     """Raises NotFiniteError for the first entry [num_agents, entries] that is not finite.
 
-    The entries are those of a call that began at `step`. In a sweep the other agents go on, until
-    none is left: a line says which one is lost.
+    The entries are those of a call that began at `step`. In a sweep a line names the agent that
+    diverged, and the other agents continue, until none is left.
     """
     for entry, agent, what in np.argwhere(~entries.finite.swapaxes(0, 1)).tolist():
         if agent in sweep.lost:
@@ -314,11 +314,11 @@ def check_entries(
         text += f": {sweep.label(agent)}, between steps {begin:,} and {begin + interval:,}"
         if len(sweep.lost) == len(sweep) or not sweep.values:
             raise NotFiniteError(text)
-        tqdm.write(f"{text}; the other agents go on")
+        tqdm.write(f"{text}; the other agents continue")
 
 
 def log_entries(logs: list, step: int, interval: int, entries: Entry, seconds: float) -> None:
-    """Logs the entries [num_agents, entries] of a call that began at `step` and took so long."""
+    """Logs the entries [num_agents, entries] of a call that began at `step`, and took `seconds`."""
     count = entries.finite.shape[1]
     for agent, log in enumerate(logs):
         for i in range(count):
@@ -341,7 +341,7 @@ def evaluate_agents(
     runner: RunnerState,
     step: int,
 ) -> np.ndarray:
-    """Logs the returns of an evaluation, keeps the best agent, records a video of the first.
+    """Logs the returns of an evaluation, saves the best agent, records a video of the first.
 
     Returns the mean return of each agent [num_agents].
     """
@@ -373,7 +373,7 @@ def evaluate_agents(
 def open_logs(
     trainer: Trainer, run_folder: RunFolder, make_log: Callable, returns: np.ndarray
 ) -> list:
-    """Opens the `Log` of each agent in its folder. The first one shows the progress."""
+    """Opens the `Log` of each agent in its folder. The first agent's shows the progress."""
     logs: list = []
     is_first_process = jax.process_index() == 0
     for i, before in enumerate(returns):
@@ -389,7 +389,7 @@ def open_logs(
 
 
 def write_own_flags(sweep: Sweep, run_folder: RunFolder, folder: Path, i: int) -> tuple[dict, dict]:
-    """Writes args.json of agent `i` to its folder, if this is not that of the run.
+    """Writes args.json of agent `i` to its folder, unless that is the folder of the run.
 
     Returns the flags of the experiment and of the algorithm in which it differs from the run.
     """
@@ -414,15 +414,15 @@ def train(
     folder: Path,
     stop: list,
 ) -> tuple[Any, np.ndarray, Path]:
-    """As `train` of a script, for all agents: the leaves of the State are [num_agents, ...].
+    """Trains all agents, as `train` of a script does: leaves of the State are [num_agents, ...].
 
     Args:
-      make_agent: makes an `protocol.Agent`. Its first argument is Args. It takes `shard_batch`, a
+      make_agent: makes a `protocol.Agent`. Its first argument is Args. It takes `shard_batch`, a
         function that splits a batch over devices. If it takes `wrap_network`, see `SplitNetwork`.
       make_envs: makes environments that are stepped from Python, for a video.
-      make_log: makes an `protocol.Log`, the `Log` of an agent in a folder.
+      make_log: makes a `protocol.Log`, for an agent in a folder.
       script: the file that trains.
-      jax_env: what `find_jax_env` found.
+      jax_env: the environment, from `find_jax_env`.
       env_spaces: see `spaces.of_envs`.
       run, folder, stop: flags of the experiment, its folder, and the signals that end it.
     """
@@ -458,7 +458,7 @@ def call(
 
 
 def is_stopped(stop: list) -> bool:
-    """Returns whether a signal came to this process or another one, which `stop` then has, too."""
+    """Returns whether any process received a signal. If so, adds one to an empty `stop`."""
     is_interrupted = distributed.any_process(len(stop) > 0)
     if is_interrupted and not stop:
         stop.append(signal.SIGTERM)
@@ -473,7 +473,7 @@ def train_loop(
     run_folder: RunFolder,
     make_envs: Callable,
 ) -> tuple[RunnerState, np.ndarray]:
-    """Calls the compiled program until the end: the RunnerState, and mean returns [num_agents]."""
+    """Calls the compiled program until the end. Returns RunnerState, mean returns [num_agents]."""
     run, stop = trainer.run, run_folder.stop
     total = trainer.args.total_timesteps
     run_entries = trainer.compile(runner)
@@ -507,7 +507,7 @@ def train_loop(
             break
         if is_last or buffers.is_due(run.eval_interval, step, end):
             means = evaluate(runner, end)
-            if trainer.agent.rollout_shape[0] == 0:  # no other episodes are played
+            if trainer.agent.rollout_shape[0] == 0:  # training plays no episodes
                 returns = means
         if is_last:
             break

@@ -12,15 +12,15 @@ from cleanreplay.errors import UsageError
 
 
 def make_mesh(num_agents: int, num_envs: int, num_devices: int) -> Mesh:
-    """Arranges the devices ["seeds", "envs"] of a run, `num_devices` of each process.
+    """Arranges `num_devices` of each process in a mesh ["seeds", "envs"].
 
-    gcd(num_agents, devices) agents are placed side by side; each gets the devices that are left.
+    Its axis "seeds" has length gcd(num_agents, devices). Each agent gets devices / length devices.
     """
     devices = []
     for process in range(jax.process_count()):
         local = jax.local_devices(process)
         if len(local) < num_devices:
-            raise UsageError(f"num_devices: {num_devices} are wanted, {len(local)} are there")
+            raise UsageError(f"num_devices must be {len(local)} or less here, not {num_devices}")
         devices += local[:num_devices]
     side_by_side = math.gcd(num_agents, len(devices))
     grid = np.reshape(devices, (side_by_side, -1))
@@ -32,7 +32,7 @@ def make_mesh(num_agents: int, num_envs: int, num_devices: int) -> Mesh:
 
 
 def num_parts(mesh: Mesh, batch_size: int) -> int:
-    """Returns into how many parts a batch is split: one for each device of an agent, or 1."""
+    """Counts the parts that a batch is split into: one for each device of an agent, or 1."""
     devices = mesh.shape["envs"]
     return devices if batch_size % devices == 0 else 1
 
@@ -44,10 +44,10 @@ def split(tree: Any, mesh: Mesh, axis: int = 0) -> Any:
 
 
 class SplitNetwork(NamedTuple):
-    """Applies a recurrent network on each device of an agent to a part of the sequences.
+    """Applies a recurrent network to a part of the sequences on each device of an agent.
 
     Each device has a copy of the parameters, so the gradient is summed over the devices once.
-    Otherwise XLA does so at each step of the loop over time.
+    Otherwise XLA sums it at each step of the loop over time.
     """
 
     network: Any

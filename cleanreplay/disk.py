@@ -1,7 +1,7 @@
 """Stores arrays by their names, with JSON about them: in safetensors, large ones in zarr.
 
-A file has all that is needed to read it. NumPy, torch and JAX can read it without this code. Arrays
-of a checkpoint that are large stand beside it, each in a folder of its own.
+A file has all that is needed to read it. NumPy, torch and JAX can read it without this code. Large
+arrays of a checkpoint are beside it, each in its own folder.
 """
 
 import errno
@@ -24,25 +24,25 @@ from tqdm import tqdm
 
 from cleanreplay.errors import UsageError
 
-KEY, SUM = "cleanreplay", "crc32"  # of the metadata, whose values are texts
+KEY, SUM = "cleanreplay", "crc32"  # keys of the metadata, whose values are texts
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 LARGE = 1_000_000  # bytes; arrays of checkpoints that are larger are compressed
-CHUNK_BYTES = 2**20  # at most; a chunk is compressed and written as a whole
-CHUNKS_AT_ONCE = 8  # that are in memory while a large array is written or read
-# With tensorstore's own locks a killed writer leaves a file that the next write of a chunk goes
-# into without cutting it. Without them each write has a file of its own name.
+CHUNK_BYTES = 2**20  # at most; chunks are compressed and written one by one
+CHUNKS_AT_ONCE = 8  # in memory while a large array is written or read
+# With tensorstore's own locks a killed writer leaves a file, which the next write of the chunk
+# reuses without truncating it. Without locks each write has its own file.
 CONTEXT = {"file_io_locking": {"mode": "none"}}
 
 
 def is_full(error: BaseException) -> bool:
-    """Returns whether an error says that the disk is full, or the quota of the user."""
+    """Returns whether the reason of an error is a full disk, or a user's full quota."""
     text = str(error).lower()  # tensorstore has errors of its own
     has_number = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return has_number or "no space left" in text or "quota exceeded" in text
 
 
 def write_whole(file: Path, data: bytes) -> None:
-    """Replaces a file. A process that is killed leaves the old one or the new one."""
+    """Replaces a file. If the process is killed, the old file or the new one remains, complete."""
     new = file.with_name(f".{file.name}.new")
     try:
         with new.open("wb") as opened:
@@ -51,7 +51,7 @@ def write_whole(file: Path, data: bytes) -> None:
             os.fsync(opened.fileno())  # or a power failure could leave an empty one
         new.replace(file)
     finally:
-        new.unlink(missing_ok=True)  # there is one if the disk is full
+        new.unlink(missing_ok=True)  # it exists if the disk is full
 
 
 def sync_folder(folder: Path) -> None:
@@ -68,7 +68,7 @@ def sync_folder(folder: Path) -> None:
 def to_json(value: Any, indent: int | None = None) -> str:
     """Writes JSON, in which NaN and infinities are the texts "nan", "inf" and "-inf".
 
-    What JSON does not know is written as a text, or as the value of an Enum.
+    Types that JSON does not know are written as text, and an Enum as its value.
     """
 
     def finite(x: Any) -> Any:
@@ -87,7 +87,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def lock(file: Any, where: Path) -> bool:
     """Locks an open file until it is closed. Returns False if another process has locked it.
 
-    Where there are no locks it says so, and returns True. `where` is named in the message.
+    Without support for locks it writes a line about `where`, and returns True.
     """
     try:
         import fcntl
@@ -118,7 +118,7 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 def check_shapes(what: str, there: dict, here: dict) -> None:
     """Raises UsageError if names or shapes {name: shape} differ; `what` begins its text."""
-    # Parameters first: their names say more than those of the optimizer.
+    # Parameters first: their names are clearer than those of the optimizer.
     for name in sorted(here | there, key=lambda name: "params" not in name):
         if there.get(name) != here.get(name):
             shapes = [tree.get(name, "missing") for tree in (there, here)]
@@ -126,13 +126,13 @@ def check_shapes(what: str, there: dict, here: dict) -> None:
 
 
 class Stored(NamedTuple):
-    """A file of arrays that was opened: what is known about them, without their numbers."""
+    """An opened file of arrays: its metadata, without the numbers."""
 
     file: Path
-    about: dict  # what was given to `write`
+    about: dict  # as given to `write`
     shapes: dict[str, tuple[int, ...]]  # of all arrays, by their names
     sums: dict[str, int]  # checksums
-    large: dict[str, str]  # dtypes of those that are in folders beside the file
+    large: dict[str, str]  # dtypes of the arrays in folders beside the file
 
     def read(self, wanted: Iterable[str]) -> dict[str, np.ndarray]:
         """Reads arrays by their names. ValueError if one is damaged."""
@@ -160,21 +160,21 @@ class Stored(NamedTuple):
     def check(self, name: str, number: int) -> None:
         """Raises ValueError if the checksum of an array differs from that in the file."""
         if self.sums[name] != number:
-            raise ValueError(f"{name} has another checksum than when it was saved")
+            raise ValueError(f"{name} has a different checksum than when it was saved")
 
 
 def write(
     file: Path, arrays: Iterable[tuple[str, Any]], about: dict, compresses: bool = False
 ) -> None:
-    """Writes arrays and what is known about them: the whole file, or nothing.
+    """Writes arrays and `about` to a file, completely or not at all.
 
     Args:
       file: is replaced if it exists.
-      arrays: pairs of a name and an array of NumPy or JAX. Those that are compressed are not held
-        in memory together.
-      about: what JSON takes.
-      compresses: whether arrays of more than LARGE bytes get folders of their own beside the file.
-        These are not written as a whole: let the file be in a new folder, and rename that.
+      arrays: pairs of a name and an array of NumPy or JAX. Compressed arrays are in memory one at a
+        time.
+      about: values that JSON takes.
+      compresses: whether arrays of more than LARGE bytes get their own folders beside the file. A
+        killed process may leave these incomplete: write to a new folder, and rename that.
     """
     small, sums, large = {}, {}, {}
     for name, x in arrays:
@@ -199,7 +199,7 @@ def open_file(file: Path) -> Stored:
         raise ValueError("CleanReplay did not write it")
     text = metadata[KEY]
     if metadata.get(SUM) != str(zlib.crc32(text.encode())):
-        raise ValueError("what it tells of its arrays has another checksum than when it was saved")
+        raise ValueError("its metadata have a different checksum than when they were saved")
     told = json.loads(text)
     large = {name: dtype for name, (dtype, _) in told["large"].items()}
     shapes |= {name: tuple(shape) for name, (_, shape) in told["large"].items()}
@@ -222,7 +222,7 @@ def folder_of(file: Path, name: str) -> Path:
 
 
 def crc32(x: np.ndarray, before: int = 0) -> int:
-    """Returns the checksum of an array's numbers, which continues that of those before."""
+    """Computes the checksum of an array's numbers, continuing the checksum `before`."""
     data: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     return zlib.crc32(data, before)
 
@@ -240,10 +240,10 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yields the index of each block of an array, in order: a number of whole chunks."""
+    """Yields the index of each block of an array, in order. A block has whole chunks."""
     chunk = chunk_shape(shape, itemsize)
     split = [axis for axis, size in enumerate(chunk) if size < shape[axis]]
-    axis = split[-1] if split else 0  # chunks have length 1 in those before it
+    axis = split[-1] if split else 0  # chunks have length 1 in the axes before it
     rows = chunk[axis] * CHUNKS_AT_ONCE
     after = [slice(0, size) for size in shape[axis + 1 :]]
     for lead in np.ndindex(shape[:axis]):
@@ -265,10 +265,10 @@ def open_zarr(
     level: int = 1,
     create: bool = True,
 ) -> Any:
-    """Opens an array in a folder of its own with tensorstore, or makes it, compressed by zstd.
+    """Opens an array in its own folder with tensorstore, or makes it, compressed by zstd.
 
-    A chunk that is missing is an error, and so is one whose checksum differs. `metadata` are those
-    of zarr 3; by default chunks are files in this folder.
+    Reading a chunk that is missing, or whose checksum differs, raises an error. `metadata` are
+    those of zarr 3; by default chunks are files in this folder.
     """
     import tensorstore as ts  # only runs with large replays need it
 
@@ -289,7 +289,7 @@ def open_zarr(
 
 
 def write_blocks(folder: Path, x: np.ndarray) -> int:
-    """Writes a large array to a folder of its own. Returns its checksum."""
+    """Writes a large array to its own folder. Returns its checksum."""
     store = open_zarr(folder, x.shape, x.dtype.name)
     number = 0
     for index in blocks(x.shape, x.itemsize):

@@ -16,18 +16,18 @@ from jax.experimental import multihost_utils
 
 from cleanreplay.errors import LostProcessError, UsageError
 
-HEARTBEAT = 10  # seconds without a sign of life after which a process counts as gone
+HEARTBEAT = 10  # seconds without a heartbeat after which a process is considered dead
 LOST = (
     "distributed: another process ended, and so does this one. The first process saves what was "
-    "learned; if it was the one that ended, its last checkpoint stays"
+    "learned; if the first process ended, its last checkpoint stays"
 )
 
 
 def join(how: str) -> None:
-    """Makes this process one of those that train together. Only the first one prints.
+    """Joins the processes that train together. Only the first one prints.
 
-    `how` is "auto", what JAX finds out by itself under SLURM, Open MPI and Kubernetes, or
-    "ADDRESS,PROCESSES,ID", such as "localhost:12345,2,0".
+    `how` is "ADDRESS,PROCESSES,ID", such as "localhost:12345,2,0", or "auto": under SLURM, Open MPI
+    and Kubernetes JAX finds these by itself.
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it waits, Ctrl-C ends it
     try:
@@ -39,14 +39,14 @@ def join(how: str) -> None:
             jax.distributed.initialize(
                 address, int(processes), int(own_id), heartbeat_timeout_seconds=HEARTBEAT
             )
-        # They connect now, for which JAX waits half a minute. Later it waits for any time.
+        # They connect now: here JAX waits half a minute at most, later without a limit.
         multihost_utils.process_allgather(np.uint8(0))
     except (RuntimeError, ValueError) as error:
         first_line = str(error).partition("\n")[0]
         raise UsageError(f"distributed: {first_line}") from error
     signal.signal(signal.SIGINT, handler)
     if jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the end
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
 
 
 def gather(x: Any) -> np.ndarray:
@@ -60,7 +60,7 @@ def gather(x: Any) -> np.ndarray:
 
 @contextmanager
 def lost_process() -> Iterator[None]:
-    """Makes the error of a collective in `with` LostProcessError, if another process has ended."""
+    """Raises LostProcessError for the error of a collective in `with`, if a process has ended."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -73,7 +73,7 @@ def lost_process() -> Iterator[None]:
 def ends_together() -> Iterator[None]:
     """Ends this process at once after an error in `with`, if others train with it.
 
-    Otherwise the end of Python would wait for them. They see that this one has ended.
+    Otherwise Python would wait for them at its exit. They notice that this process has ended.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def ends_together() -> Iterator[None]:
 
 
 def any_process(condition: bool) -> bool:
-    """Returns whether the condition holds in any of the processes, which all call this."""
+    """Returns whether the condition holds in any process. All processes must call this."""
     if jax.process_count() == 1:
         return condition
     return bool(gather(np.bool_(condition)).any())
@@ -98,7 +98,7 @@ def any_process(condition: bool) -> bool:
 def of_first(call: Callable[[], Any]) -> Any:
     """Returns in all processes what `call()` returns in the first one, or raises its error.
 
-    The other processes do not call it. What it returns is pickled.
+    The other processes do not call it. Its result is pickled.
     """
     if jax.process_count() == 1:
         return call()
@@ -119,7 +119,7 @@ def of_first(call: Callable[[], Any]) -> Any:
 
 
 def check_same(facts: dict[str, Any]) -> None:
-    """Raises UsageError in all processes if one of them has another value of a fact."""
+    """Raises UsageError in all processes if the value of a fact differs in one of them."""
     if jax.process_count() == 1:
         return
     sent = np.frombuffer(json.dumps({k: str(x) for k, x in facts.items()}).encode(), np.uint8)
@@ -134,10 +134,10 @@ def check_same(facts: dict[str, Any]) -> None:
 
 
 class NoWriter:
-    """Stands in for the EventFileWriter in all processes but the first."""
+    """Replaces the EventFileWriter in all processes but the first."""
 
     def add_event(self, event: Any) -> None:
         """Writes nothing."""
 
     def close(self) -> None:
-        """Has nothing to close."""
+        """Does nothing."""

@@ -1,7 +1,7 @@
-"""Makes environments, and changes what is observed: stacks of frames, packed Dicts, vectors.
+"""Makes environments, and changes their observations: stacks of frames, packed Dicts, vectors.
 
-Also counts successes, and checks that a video can be recorded. A run begins with what `describe`
-says of its observations.
+Also counts successes, and checks that a video can be recorded. At the start of a run it prints what
+`describe` returns about the observations.
 """
 
 import importlib
@@ -32,7 +32,7 @@ MAX_NUMBERS = 10_000_000  # of an observation that is flattened
 
 
 def make_first(run: Any, make_envs: Callable) -> Any:
-    """Makes one environment. UsageError if it is unknown, or does not take its arguments."""
+    """Makes one environment. UsageError if it is unknown, or does not take --env-kwargs."""
     what = f"--env-id {run.env_id}"
     module, _, name = run.env_id.rpartition(":")
     try:
@@ -57,7 +57,7 @@ def make_first(run: Any, make_envs: Callable) -> Any:
     if run.env_kwargs == "{}":
         try:
             return make_envs(1)
-        except gym.error.Error as error:  # such as Box2D that is not installed
+        except gym.error.Error as error:  # such as a missing Box2D
             raise UsageError(f"{what}: {error}") from error
     what += f" --env-kwargs '{run.env_kwargs}'"
     try:
@@ -68,7 +68,7 @@ def make_first(run: Any, make_envs: Callable) -> Any:
 
 
 def check_env_kwargs(kwargs: Any, is_atari: bool) -> None:
-    """Raises ValueError for arguments of an environment that it cannot have."""
+    """Raises ValueError for invalid arguments of an environment."""
     if not isinstance(kwargs, dict):
         raise ValueError('not a JSON object, such as {"continuous": true}')
     for key in ("episodic_life", "life_loss_info"):
@@ -77,7 +77,7 @@ def check_env_kwargs(kwargs: Any, is_atari: bool) -> None:
 
 
 class FrameStack(gym.vector.VectorWrapper):
-    """Observations [N, K, ...] are the last K of the episode, with zeros from before its start.
+    """Stacks the last K observations of the episode [N, K, ...], with zeros before its start.
 
     Args:
       envs: vector environment with Box observations, in the autoreset mode NEXT_STEP.
@@ -88,7 +88,7 @@ class FrameStack(gym.vector.VectorWrapper):
         super().__init__(envs)
         space: Any = envs.single_observation_space
         self.count = count
-        # Zeros are among the observations.
+        # The stacks also have zeros.
         low = np.minimum(space.low, 0)
         high = np.maximum(space.high, 0)
         stack: Any = gym.spaces.Box(
@@ -110,7 +110,7 @@ class FrameStack(gym.vector.VectorWrapper):
         return self.push(frame), info
 
     def step(self, actions: Any) -> tuple:
-        """Takes a step of each environment; after the end of an episode its stack starts anew."""
+        """Takes a step of each environment. After the end of an episode its stack is cleared."""
         frame, reward, terminated, truncated, info = self.env.step(actions)
         stack = self.push(frame)
         self.is_over = np.asarray(terminated | truncated, bool)
@@ -127,7 +127,7 @@ class FrameStack(gym.vector.VectorWrapper):
 
 
 def layout_of(space: gym.Space) -> tuple[Part, ...]:
-    """Orders the entries of a Dict as they are packed: images first. () if none is an image."""
+    """Lists the entries of a Dict in packed order: images first. () if no entry is an image."""
     entries = space.spaces if isinstance(space, Dict) else {}
     layout = []
     numbers = {}
@@ -144,7 +144,7 @@ def layout_of(space: gym.Space) -> tuple[Part, ...]:
 
 
 class Pack(gym.vector.VectorObservationWrapper):
-    """Observations are bytes [N, P], which hold those of a Dict with an image."""
+    """Packs observations that are a Dict with an image into bytes [N, P]."""
 
     def __init__(self, envs: gym.vector.VectorEnv) -> None:
         super().__init__(envs)
@@ -158,7 +158,7 @@ class Pack(gym.vector.VectorObservationWrapper):
         return pack(parts, self.layout)
 
     def entry(self, name: str, observations: Any) -> np.ndarray:
-        """Returns an entry [N, ...] of the Dict. If it is no Box, it is flattened."""
+        """Returns an entry [N, ...] of the Dict, flattened unless it is a Box."""
         one: Any = self.env.single_observation_space
         all_of_them: Any = self.env.observation_space
         if isinstance(one[name], Box):
@@ -169,9 +169,9 @@ class Pack(gym.vector.VectorObservationWrapper):
 
 
 def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
-    """Makes an array of observations that are no Box, and stacks the last frame_stack.
+    """Converts observations that are no Box to arrays, and stacks the last frame_stack.
 
-    A Dict with an image is packed, see cleanreplay/packed.py, and all else is flattened.
+    A Dict with an image is packed, see cleanreplay/packed.py. Others are flattened.
     """
     if layout_of(envs.single_observation_space):
         envs = Pack(envs)
@@ -190,7 +190,7 @@ def before_wrap(envs: gym.vector.VectorEnv) -> Any:
 
 def check_flat(space: gym.Space) -> None:
     """Raises UsageError unless observations can be flattened to a vector of moderate size."""
-    hint = "a wrapper must choose what the network sees, see docs/environments.md"
+    hint = "choose what the network sees with a wrapper, see docs/environments.md"
     what = f"observations {in_one_line(space)}"
     try:
         size = flatdim(space)
@@ -202,7 +202,7 @@ def check_flat(space: gym.Space) -> None:
 
 
 def describe(envs: gym.vector.VectorEnv) -> str:
-    """Describes how a network reads observations that are no vector; "" for vectors."""
+    """Describes how a network reads observations that are not vectors; "" for vectors."""
     space: Any = envs.single_observation_space
     x = example_of(space)
     if isinstance(space, Packed):
@@ -229,22 +229,22 @@ def size_of(x: Any) -> str:
 
 
 def in_one_line(space: gym.Space) -> str:
-    """Writes a space as Gymnasium does, without what is too long for a message."""
+    """Writes a space as Gymnasium does, shortened for a message."""
     return shorten(str(space), 200, placeholder=" ...")
 
 
 def check_video(make_envs: Callable, space: gym.Space) -> None:
     """Renders an environment once, so that a run whose video would fail does not begin.
 
-    `make_envs(1, video_folder)` makes one to record. UsageError if there is no screen, no moviepy
-    or no way to render it, or if its observations are not those of `space` when it renders.
+    `make_envs(1, video_folder)` makes one to record. UsageError without a screen, without moviepy,
+    if it cannot render, or if its observations are not those of `space` when it renders.
     """
     os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # pygame looks for loudspeakers otherwise
     try:
         import moviepy  # noqa: F401  needed when the video is written
 
         with TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there may be no frame to save
+            warnings.simplefilter("ignore")  # it may have no frame to save
             with closing(make_envs(1, f"{folder}/video")) as envs:
                 if envs.single_observation_space != space:
                     raise ValueError(f"it observes {envs.single_observation_space}, not {space}")
@@ -258,17 +258,17 @@ def check_video(make_envs: Callable, space: gym.Space) -> None:
 
 
 def with_hint(error: Exception) -> str:
-    """Returns what an error of rendering says, and what helps in MuJoCo."""
+    """Returns the text of a rendering error, with a hint for MuJoCo."""
     is_mujoco = any(word in str(error) for word in ("OpenGL", "GLFW", "gladLoadGL"))
     hint = " (MuJoCo without a screen: set MUJOCO_GL=egl or MUJOCO_GL=osmesa)"
     return f"{error}{hint if is_mujoco else ''}"
 
 
 class Successes(gym.vector.VectorWrapper):
-    """Keeps the success of each episode, where the last `info` of an episode has `is_success`.
+    """Records the success of each episode, if the last `info` of an episode has `is_success`.
 
-    `ended` are those of finished episodes, from the first report on, and `first` [N] is that of
-    the first episode of each environment. NaN stands for one that was not reported.
+    `ended` lists the successes of finished episodes, from the first report on. `first` [N] are
+    those of the first episode of each environment. An unreported success is NaN.
     """
 
     def __init__(self, envs: gym.vector.VectorEnv) -> None:
@@ -276,11 +276,11 @@ class Successes(gym.vector.VectorWrapper):
         self.ended: list = []
         self.first = np.full(envs.num_envs, np.nan)
         self.is_first = np.ones(envs.num_envs, bool)  # whether an episode is the first
-        self.is_reported = False  # whether an `info` has had a success
+        self.is_reported = False  # whether any `info` has had `is_success`
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the environments have, such as `call` and `set_attr`."""
-        if name == "env":  # before it is there
+        """Returns an attribute of the environments, such as `call` and `set_attr`."""
+        if name == "env":  # before it is set
             raise AttributeError(name)
         return getattr(self.env, name)
 
@@ -296,7 +296,7 @@ class Successes(gym.vector.VectorWrapper):
         return result
 
     def note(self, over: np.ndarray, info: dict) -> None:
-        """Keeps the successes of the episodes that are over [N]."""
+        """Records the successes of the episodes that are over [N]."""
         if not over.any():
             return
         given = info.get("is_success", np.full(len(over), np.nan))
@@ -308,7 +308,7 @@ class Successes(gym.vector.VectorWrapper):
 
 
 def as_number(x: Any) -> float:
-    """Returns a number, or that in an array of one; NaN for anything else."""
+    """Converts a number, or an array with one number, to float; NaN for anything else."""
     try:
         return float(np.asarray(x, float).item())
     except (TypeError, ValueError):
@@ -316,7 +316,7 @@ def as_number(x: Any) -> float:
 
 
 def rate(successes: Any) -> float:
-    """Returns the fraction of episodes that succeeded, NaN if none was reported."""
+    """Returns the fraction of successful episodes, NaN if none was reported."""
     said = np.asarray(successes, float)
     said = said[~np.isnan(said)]
     return float(said.mean()) if said.size > 0 else np.nan

@@ -2,7 +2,7 @@
 
 
 class UsageError(Exception):
-    """A mistake of the user, or a limit of his machine. The exit code is 2."""
+    """A mistake of the user, or a limit of the machine. The exit code is 2."""
 
 
 class LostProcessError(UsageError):
@@ -10,4 +10,4 @@ class LostProcessError(UsageError):
 
 
 class NotFiniteError(UsageError, FloatingPointError):
-    """The training or an environment gave NaN or infinity. The exit code is 1."""
+    """Training or an environment returned NaN or infinity. The exit code is 1."""

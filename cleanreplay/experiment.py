@@ -17,7 +17,7 @@ from cleanreplay.protocol import Agent, Log
 from cleanreplay.run_folder import RunFolder, check_finite
 
 ENDED = (
-    "the processes of the environments ended as they began, and what they print is above. Each "
+    "the processes of the environments ended at their start; their output is above. Each "
     "imports the file that Python was started with: call `train` there under `if __name__ == "
     '"__main__":`'
 )
@@ -28,9 +28,9 @@ class Experiment(AbstractContextManager):
     """Has the methods of a script's `Log`, and also saves, resumes and evaluates.
 
     Args:
-      log: writes the charts. What is not here is looked up there.
+      log: writes the charts. Its attributes are also attributes of this.
       agent: the algorithm.
-      make_envs: makes as many environments as it is told, with a folder for a video or without.
+      make_envs: `make_envs(N)` makes N environments; a second argument is a folder for a video.
       script: the file that trains.
       env_spaces: see `spaces.of_envs`.
     """
@@ -42,25 +42,25 @@ class Experiment(AbstractContextManager):
         self.agent = agent
         self.run = log.run
         self.make_envs = make_envs
-        self.is_first = jax.process_index() == 0  # it alone logs, saves and evaluates
-        # With other processes a signal ends the run when all of them have heard of it.
+        self.is_first = jax.process_index() == 0  # only the first logs, saves and evaluates
+        # With several processes a signal ends the run once all of them know of it.
         self.signals: list = log.stop if jax.process_count() == 1 else []
         self.run_folder = RunFolder(agent, log.run, log.folder, script, self.signals, env_spaces)
         log.folder = self.run_folder.path
         self.on_exit = ExitStack()
         self.envs: Any = None  # those that train
         self.exchange: shares.Exchange | None = None  # with other processes
-        self.learned: tuple = ()  # the last iteration: its end, the State and the parameters
-        self.counted: list = []  # successes that are to be logged
+        self.learned: tuple = ()  # of the last iteration: its end, the State and the parameters
+        self.counted: list = []  # successes to be logged
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the `Log` has, such as `write` and `first_step`."""
+        """Returns an attribute of the `Log`, such as `write` and `first_step`."""
         return getattr(self.log, name)
 
     def __enter__(self) -> "Experiment":
         self.on_exit.enter_context(distributed.ends_together())
         self.on_exit.enter_context(self.run_folder)
-        self.on_exit.push(self.log.__exit__)  # first, so that the folder hears of its errors
+        self.on_exit.push(self.log.__exit__)  # runs first, so the folder is told of its errors
         return self
 
     def begin(self, envs: Any, init: Callable) -> Any:
@@ -90,7 +90,7 @@ class Experiment(AbstractContextManager):
         return self.exchange
 
     def leave(self, kind: Any, error: Any, traceback: Any) -> None:
-        """Leaves the other processes. If one of them is lost, saves what was learned before."""
+        """Leaves the other processes. If one of them was lost, saves the last iteration."""
         if isinstance(error, LostProcessError) and self.learned:
             end, state, params = self.learned
             self.run_folder.save(end, state, params, self.log.recent_returns)
@@ -99,10 +99,10 @@ class Experiment(AbstractContextManager):
 
     @contextmanager
     def saves_on_error(self, step: int, learned: Callable | None = None) -> Iterator[None]:
-        """Saves what `learned()` returns if the environments fail at `step`; to be used in `with`.
+        """Saves what was learned if the environments fail in `with`, at `step`.
 
-        That is the State and the parameters; without it they are those of the last iteration. A
-        note on the error tells where it happened.
+        `learned()` returns the State and the parameters to save; by default they are those of the
+        last iteration. A note on the error names the environment, the step and the folder.
         """
         try:
             yield
@@ -118,12 +118,12 @@ class Experiment(AbstractContextManager):
             raise
 
     def count_episodes(self, step: int, rollout: Any) -> None:
-        """Keeps the returns of the episodes that end in a rollout, which began at `step`."""
+        """Records the returns of the episodes that end in a rollout, which began at `step`."""
         check_rollout(rollout, self.run, step)
-        if self.exchange:  # those of all processes are counted at the end of the iteration
+        if self.exchange:  # `end_iteration` counts the episodes of all processes
             return
         self.log.count_episodes(step, rollout)
-        if self.envs.ended:  # those of the next rollout are among them
+        if self.envs.ended:  # it may have successes of the next rollout already
             count = int((rollout.terminated | rollout.truncated).sum())
             self.counted += self.envs.ended[:count]
             del self.envs.ended[:count]
@@ -165,9 +165,9 @@ class Experiment(AbstractContextManager):
             with closing(Successes(self.make_envs(run.eval_episodes))) as envs:
                 returns = play(envs)
             if stop:
-                return  # it was interrupted
+                return  # the evaluation was interrupted
             log_returns(self.log, step, returns, envs.first)
-            if self.agent.rollout_shape[0] == 0:  # no other episodes are played
+            if self.agent.rollout_shape[0] == 0:  # training plays no episodes
                 self.log.recent_returns.clear()
                 self.log.recent_returns.extend(returns)
             tqdm.write(f"{step:,} steps: return {returns.mean():.2f} in an evaluation")
@@ -188,9 +188,10 @@ class Experiment(AbstractContextManager):
 
 
 def log_returns(log: Log, step: int, returns: np.ndarray, successes: np.ndarray) -> None:
-    """Logs the returns of the episodes of an evaluation, and how many succeeded, if they say so.
+    """Logs the returns of an evaluation, and its success rate if successes were reported.
 
-    With two returns for reference eval/normalized is the mean return between 0 and 100.
+    With the flags `random_return` and `expert_return` it also logs eval/normalized: the mean return
+    on a scale where these are 0 and 100.
     """
     values = {f"eval/{name}": f(returns) for name, f in STATISTICS.items()}
     if hasattr(log.args, "expert_return"):
@@ -200,14 +201,14 @@ def log_returns(log: Log, step: int, returns: np.ndarray, successes: np.ndarray)
 
 
 def check_metrics(metrics: dict) -> None:
-    """Raises UsageError if a metric is no number."""
+    """Raises UsageError if a metric is not a scalar."""
     for tag, x in metrics.items():
         if np.ndim(x) > 0:
             raise UsageError(f"the metric {tag} must be a number, not an array {np.shape(x)}")
 
 
 def check_rollout(rollout: Any, run: Any, step: int) -> None:
-    """Raises NotFiniteError if the environments returned NaN or infinity, and says when."""
+    """Raises NotFiniteError for NaN or infinity from an environment, with its index and step."""
     for name in ("reward", "observation"):
         values = getattr(rollout, name)
         if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -217,7 +218,7 @@ def check_rollout(rollout: Any, run: Any, step: int) -> None:
 
 
 def play_episodes(agent: Any, run: Any, params: Any, envs: Any, stop: list) -> np.ndarray:
-    """Plays one episode in each of N environments. Returns the returns [N]."""
+    """Plays one episode in each of N environments: returns [N]."""
     returns = np.zeros(envs.num_envs)
     over = np.zeros(envs.num_envs, bool)
     key = jax.random.fold_in(jax.random.PRNGKey(run.seed), 2**31)  # no step of training is so large
@@ -239,7 +240,7 @@ def play_episodes(agent: Any, run: Any, params: Any, envs: Any, stop: list) -> n
 def end_processes(envs: Any, error: Exception) -> None:
     """Ends the processes of gymnasium.vector.AsyncVectorEnv after an error in a step.
 
-    `close` would wait for answers that never come. A note names those that were killed before.
+    `close` would wait for answers that never come. A note names processes that were killed before.
     """
     processes = getattr(envs.unwrapped, "processes", [])
     if not processes:

@@ -51,7 +51,7 @@ GPU_MEMORY = (
     ". JAX takes 75% of a GPU: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for more of it, and "
     "XLA_PYTHON_CLIENT_PREALLOCATE=false where another process uses it"
 )
-# Flags of a run that a resume cannot change. Those of the algorithm cannot change, either.
+# Flags of a run that a resume cannot change. It cannot change those of the algorithm, either.
 NOT_RESUMABLE = ("env_id", "env_kwargs", "seed", "num_seeds", "sweep")
 PLACES = ("offline_data", "init_from")  # flags that may be folders
 MINARI = "minari:"  # --offline-data minari:NAME is a dataset of Minari
@@ -60,8 +60,8 @@ MINARI = "minari:"  # --offline-data minari:NAME is a dataset of Minari
 def parse(parse_flags: Any) -> Any:
     """Parses the command line: (Run, Args). With --resume, the flags of that run are the defaults.
 
-    `parse_flags` is a partial of tyro.cli, with the class of the flags. With --distributed, this
-    process joins the others.
+    `parse_flags` is a partial of tyro.cli, with the class of the flags. With --distributed, joins
+    the other processes.
     """
     terminal.give_up_dead_streams()
     (flags_class,) = parse_flags.args
@@ -77,11 +77,11 @@ def parse(parse_flags: Any) -> Any:
 
 
 def with_whole_numbers(tokens: list[str], classes: Any) -> list[str]:
-    """Writes 1000000 for 1e6 in the command line, where a flag of these dataclasses is an int."""
+    """Replaces 1e6 by 1000000 in the command line, where a flag of these dataclasses is an int."""
     types = {name: kind for flags in classes for name, kind in get_type_hints(flags).items()}
     names = {name for name, kind in types.items() if kind is int}
     result = []
-    is_next = False  # whether the token is the value of such a flag
+    is_next = False  # whether the next token is the value of an int flag
     for token in tokens:
         flag, equals, value = token.partition("=")
         is_int = flag.startswith("--") and flag[2:].replace("-", "_") in names
@@ -95,7 +95,7 @@ def with_whole_numbers(tokens: list[str], classes: Any) -> list[str]:
 
 
 def as_whole_number(text: str) -> str:
-    """Returns 1000000 for 1e6; what is no number, or not whole, as it is."""
+    """Returns 1000000 for 1e6, and any text that is not a whole number unchanged."""
     with suppress(ValueError):
         return str(int(text))
     with suppress(ValueError):
@@ -105,14 +105,14 @@ def as_whole_number(text: str) -> str:
 
 
 def check(args: Any, run: Any, make_envs: Callable) -> Any:
-    """Checks the flags, and makes the first environment, from which all others are known.
+    """Checks the flags, and makes the first environment with `make_envs(1)`.
 
-    `make_envs(1)` makes it. Raises UsageError for an invalid flag.
+    Raises UsageError for an invalid flag.
     """
     check_process()
     if Path(run.resume).is_file():
-        text = f"resume: {run.resume} is an agent, and no folder of a run"
-        raise UsageError(f"{text}: --init-from begins with it")
+        text = f"resume: {run.resume} is an agent, not the folder of a run"
+        raise UsageError(f"{text}: use --init-from to begin with it")
     with distributed.ends_together():
         check_flags(args, run)
         envs = environments.make_first(run, make_envs)
@@ -122,9 +122,9 @@ def check(args: Any, run: Any, make_envs: Callable) -> Any:
 
 
 def check_process() -> None:
-    """Ends a process of --vectorization async that trains itself, as it begins.
+    """Ends a process of --vectorization async if it begins to train.
 
-    It imports the file that Python was started with.
+    Such a process imports the file that Python was started with.
     """
     if getattr(current_process(), "_inheriting", False):
         how = 'call `train` under `if __name__ == "__main__":`'
@@ -133,14 +133,14 @@ def check_process() -> None:
 
 
 def check_flags(args: Any, run: Any) -> None:
-    """Raises UsageError for a flag of another type, or beyond its limits."""
+    """Raises UsageError for a flag of the wrong type, or beyond its limits."""
     for flags in (args, run):
         for name, kind in get_type_hints(type(flags)).items():
             check_flag(name, getattr(flags, name), kind)
 
 
 def check_flag(name: str, value: Any, expected: Any) -> None:
-    """Raises UsageError if a value is of another type, or beyond the limits of its name."""
+    """Raises UsageError if a value is of the wrong type, or beyond the limits of its flag."""
     for plain in (int, float, bool, str):
         if expected == plain | None and value is not None:
             expected = plain
@@ -172,7 +172,7 @@ def in_words(least: float, largest: float) -> str:
 
 
 def check_iteration(agent: Any, log_interval: int) -> None:
-    """Raises UsageError if an iteration has more steps than the training; says if it is long."""
+    """Raises UsageError if an iteration is longer than the training; reports a long iteration."""
     steps = agent.steps_per_iteration
     how = "because of num_envs and train_frequency, or num_steps"
     if agent.rollout_shape[0] == 0:
@@ -185,32 +185,30 @@ def check_iteration(agent: Any, log_interval: int) -> None:
 
 
 def check_memory(make: Callable) -> None:
-    """Raises UsageError if the arrays that `make()` returns have more bytes than the memory."""
+    """Raises UsageError if the arrays that `make()` returns do not fit into memory."""
     leaves = jax.tree.leaves(jax.eval_shape(make))
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     has = stats.get("bytes_limit") or min([math.inf, *memory_limits()])
     needs = sum(x.size * x.dtype.itemsize for x in leaves)
     if needs > has:
-        text = (
-            f"replay, data and networks need {needs / 1e9:.1f} GB, and there are {has / 1e9:.1f} GB"
-        )
+        text = f"replay, data and networks need {needs / 1e9:.1f} GB, of {has / 1e9:.1f} GB in all"
         raise UsageError(f"buffer_size: {text}{GPU_MEMORY if device.platform == 'gpu' else ''}")
 
 
 def memory_limits() -> list[int]:
-    """Reads the bytes of memory of this machine, and what a container or a job may use."""
+    """Reads the bytes of memory of this machine, and the limits of a container or a job."""
     if not hasattr(os, "sysconf"):  # Windows
         return []
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in cgroup_files():
-        with suppress(OSError, ValueError):  # without a limit it is the word max
+        with suppress(OSError, ValueError):  # without a limit the file has the word max
             limits.append(int(file.read_text()))
     return limits
 
 
 def cgroup_files() -> set[Path]:
-    """Returns where Linux may say how much memory this process and its groups have."""
+    """Returns the files in which Linux may limit the memory of this process and its groups."""
     groups = {root / place for root in CGROUPS for place in cgroup_places()}
     folders = groups | {parent for group in groups for parent in group.parents}
     names = ("memory.max", "memory.limit_in_bytes")  # of version 2, and of version 1
@@ -218,7 +216,7 @@ def cgroup_files() -> set[Path]:
 
 
 def cgroup_places() -> list[str]:
-    """Returns where the groups of this process are below that of the machine or the container."""
+    """Returns the paths of this process's groups, below that of the machine or the container."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -227,8 +225,8 @@ def cgroup_places() -> list[str]:
 
 
 def read_run(place: Path | str) -> dict:
-    """Reads what the folder of a run, or the file of an agent, has: flags `run` and `args`, and
-    the file of the `script`.
+    """Reads the flags `run` and `args`, and the file of the `script`, from the folder of a run or
+    the file of an agent.
     """
     if Path(place).is_file():
         return agent_file.open_agent(place).about
@@ -236,7 +234,7 @@ def read_run(place: Path | str) -> dict:
         saved = json.loads(Path(place, "args.json").read_text())
         return saved | {"run": dict(saved["run"]), "args": dict(saved["args"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = "is not the folder of a run, which a script makes in runs/ and has args.json"
+        text = "is not the folder of a run: scripts make these in runs/, with args.json"
         raise UsageError(f"{place} {text}") from error
 
 
@@ -250,14 +248,14 @@ def read_flags(place: Path | str, run_class: Any, args_class: Any) -> tuple[Any,
     unknown = (run.keys() - vars(run_class()).keys()) | (args.keys() - vars(args_class()).keys())
     if unknown:
         text = f"is a run of another script, which has {', '.join(sorted(unknown))}"
-        how = f": if this script had the flags once, delete them from {Path(place, 'args.json')}"
+        how = f": if this script once had the flags, delete them from {Path(place, 'args.json')}"
         raise UsageError(f"{place} {text}{how if Path(place).is_dir() else ''}")
     run = from_json(run | {"distributed": ""}, run_class)
     return run_class(**run), args_class(**from_json(args, args_class))
 
 
 def from_json(flags: dict, flags_class: Any) -> dict:
-    """Gives flags the types that they had before they were written as JSON."""
+    """Restores the types that flags had before they were written as JSON."""
     types = get_type_hints(flags_class)
     flags = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
     for name, x in flags.items():
@@ -269,7 +267,7 @@ def from_json(flags: dict, flags_class: Any) -> dict:
 
 
 def with_absolute_places(flags: dict) -> dict:
-    """Makes flags mean the same in any working directory."""
+    """Makes the paths in flags absolute, so that they hold in any working directory."""
     flags = dict(flags)
     for name in PLACES:
         place = flags.get(name, "")
@@ -279,7 +277,7 @@ def with_absolute_places(flags: dict) -> dict:
 
 
 def check_resume(args: Any, run: Any) -> tuple[Any, Any]:
-    """Reads the former flags of a resumed run. Raises UsageError if one differs that may not."""
+    """Reads the former flags of a resumed run. UsageError if one differs that may not change."""
     of_run = partial(read_flags, run.resume, type(run), type(args))
     before, args_before = distributed.of_first(of_run)
     flags = with_absolute_places(vars(run) | vars(args))

@@ -1,8 +1,8 @@
-"""Draws goals in hindsight (HER): Andrychowicz et al. 2017, arXiv 1707.01495.
+"""Samples goals in hindsight (HER): Andrychowicz et al. 2017, arXiv 1707.01495.
 
-Part of each batch gets another desired goal: one that was achieved later in the episode. Its
-rewards are computed anew. Observations are the Dict of Gymnasium's environments with goals,
-{achieved_goal, desired_goal, observation}, which a script flattens.
+Part of each batch gets a new desired goal, which was achieved later in the episode, and rewards for
+it. Observations are the Dict of Gymnasium's environments with goals, {achieved_goal, desired_goal,
+observation}, which a script flattens.
 """
 
 import threading
@@ -24,8 +24,8 @@ from cleanreplay import environments
 from cleanreplay.errors import UsageError
 from cleanreplay.packed import Packed
 
-LONGEST = 1_000  # steps in which a later goal is looked for, where no time limit ends episodes
-# Wrappers that leave rewards and observations alone.
+LONGEST = 1_000  # horizon of later goals, if no time limit ends episodes
+# Wrappers that do not change rewards and observations.
 TRANSPARENT = (
     *(wrappers.PassiveEnvChecker, wrappers.OrderEnforcing, wrappers.TimeLimit),
     *(wrappers.RecordEpisodeStatistics, wrappers.RecordVideo, wrappers.RenderCollection),
@@ -40,7 +40,7 @@ NEEDED = (
 def of_goals(function: Any, shape: tuple) -> Callable:
     """Makes `function(achieved, desired, info)` take goals [..., *shape] inside jit.
 
-    If JAX can trace it, it is part of the program. Otherwise it runs in a `pure_callback`. A
+    If JAX can trace it, it becomes part of the program. Otherwise it runs in a `pure_callback`. A
     function that does not broadcast over goals is mapped over them.
     """
     distances = np.reshape([0, *10.0 ** np.arange(-4, 7)], (-1, *[1] * len(shape)))
@@ -48,14 +48,14 @@ def of_goals(function: Any, shape: tuple) -> Callable:
     achieved: Any = np.zeros_like(desired)
 
     def of_rows(achieved: Any, desired: Any) -> Any:
-        if isinstance(achieved, np.ndarray):  # it may change its arguments
+        if isinstance(achieved, np.ndarray):  # `function` may change its arguments
             achieved, desired = achieved.copy(), desired.copy()
         return function(achieved, desired, {})
 
     each = [of_rows(*pair) for pair in zip(achieved, desired, strict=True)]
     try:
         takes_many = np.array_equal(each, np.broadcast_to(of_rows(achieved, desired), len(each)))
-    except Exception:  # whatever it raises: it does not take several
+    except Exception:  # any error means that it does not take several goals
         takes_many = False
 
     def call_back(achieved: Any, desired: Any) -> np.ndarray:
@@ -75,7 +75,7 @@ def of_goals(function: Any, shape: tuple) -> Callable:
             result = (of_rows if takes_many else jax.vmap(of_rows))(*rows)
             result = jnp.asarray(result, jnp.float32)
             return jnp.broadcast_to(result, len(rows[0])).reshape(lead)
-        except Exception:  # it is written in NumPy, where it worked above
+        except Exception:  # it is written in NumPy: it worked with arrays above
             result_shape = jax.ShapeDtypeStruct(lead, np.float32)
             return jax.pure_callback(
                 call_back, result_shape, achieved, desired, vmap_method="broadcast_all"
@@ -85,9 +85,9 @@ def of_goals(function: Any, shape: tuple) -> Callable:
 
 
 def find_task(envs: gym.vector.VectorEnv, make_envs: Callable) -> tuple[Any, Callable]:
-    """Finds what has `compute_reward` for environments such as `envs`, and a function to close it.
+    """Finds an environment with `compute_reward` for those of `envs`, and a function to close it.
 
-    It is the functional environment, or one that `make_envs(1)` makes for this alone, reset once.
+    It is the functional environment, or a new one from `make_envs(1)`, which is reset once.
     UsageError if these environments have no goals.
     """
     names = getattr(environments.before_wrap(envs).single_observation_space, "spaces", {})
@@ -109,7 +109,7 @@ def find_task(envs: gym.vector.VectorEnv, make_envs: Callable) -> tuple[Any, Cal
 def check_wrappers(env: Any) -> None:
     """Raises UsageError for a wrapper that may change the rewards or the goals.
 
-    Only those outside of what has `compute_reward` matter, which knows nothing of them.
+    Only wrappers outside of the environment with `compute_reward` matter.
     """
     while env is not env.unwrapped and not hasattr(type(env), "compute_reward"):
         if not isinstance(env, TRANSPARENT):
@@ -127,7 +127,7 @@ def first_of(envs: gym.vector.VectorEnv) -> Any:
 
 
 def method_of(task: Any, name: str) -> Callable | None:
-    """Returns the method of this name of an environment, or of what it wraps, None without one."""
+    """Returns a method of an environment, or of an environment in it; None without one."""
     if not isinstance(task, gym.Env):
         return getattr(task, name, None)
     return task.get_wrapper_attr(name) if task.has_wrapper_attr(name) else None
@@ -144,26 +144,26 @@ def one_at_a_time(function: Callable, lock: threading.Lock) -> Callable:
 
 
 class Goals(NamedTuple):
-    """Where goals are in flat observations [..., F], and what an environment says of them."""
+    """The places of goals in flat observations [..., F], and their rewards."""
 
-    fraction: float  # of a batch that gets other goals
+    fraction: float  # of a batch that gets new goals
     before: int  # steps of a sequence that only fill its first stack
     shape: tuple  # of a goal
     achieved: slice  # of an observation
     desired: slice
     rewards: Callable  # of achieved and desired goals
-    ends: Callable | None  # whether episodes end there, if the environment says so
-    horizon: int  # steps in which a later goal is looked for
-    close: Callable[[], None]  # the environment that is asked
+    ends: Callable | None  # whether episodes end there, if the environment computes it
+    horizon: int  # later goals are from so many next steps
+    close: Callable[[], None]  # closes the environment that computes rewards
 
     def as_goals(self, flat: Array) -> Array:
-        """Shapes flat goals [..., G] as the environment does. They are float32, not bytes."""
+        """Converts flat goals [..., G] to float32 of the environment's shape."""
         return flat.reshape(*flat.shape[:-1], *self.shape).astype(jnp.float32)
 
     def relabel(self, replay: Any, state: Any, sample: Any, key: Array) -> Any:
         """Gives the first sequences [B, W, ...] of a Sample goals that were achieved later.
 
-        Their rewards and ends are computed anew.
+        Computes their rewards and ends for these goals.
         """
         rows = round(self.fraction * len(sample.indices))
         steps = jax.tree.map(lambda x: x[:rows], sample.experience)
@@ -173,7 +173,7 @@ class Goals(NamedTuple):
         single_steps = replace(replay, sequence_length=None)  # a view of the same state
         goal = single_steps.get(state, later).observation[:, None, self.achieved]
         observation = steps.observation.at[..., self.desired].set(goal)
-        # The reward of a step is that of the goal after it; the last step of a window is not used.
+        # A step is rewarded for the goal achieved after it; a sequence's last step is not used.
         achieved = self.as_goals(jnp.roll(observation[..., self.achieved], -1, axis=1))
         desired = self.as_goals(observation[..., self.desired])
         steps = steps._replace(observation=observation, reward=self.rewards(achieved, desired))
@@ -188,12 +188,12 @@ class Goals(NamedTuple):
 def find_goals(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> Goals:
     """Finds the goals of environments such as `envs`. UsageError if they have none.
 
-    `make_envs(1)` makes one for goals that JAX cannot trace.
+    `make_envs(1)` makes an environment for rewards that JAX cannot trace.
     """
     offline = round(args.offline_fraction * args.batch_size) if args.offline_data else 0
     for part in (args.batch_size - offline, offline):
         if part > 0 and round(args.her_fraction * part) == 0:
-            raise UsageError(f"her_fraction: {args.her_fraction} of {part} is not one window")
+            raise UsageError(f"her_fraction: {args.her_fraction} of {part} is less than 1 sequence")
     if isinstance(envs.single_observation_space, Packed):
         raise UsageError("her_fraction takes no images: goals are found in a vector of numbers")
     task, close = find_task(envs, make_envs)

@@ -22,14 +22,14 @@ class JaxEnvState(NamedTuple):
     """N environments between two steps."""
 
     observation: Array  # [N, ...], what the policy sees
-    valid: Array  # [N] bool, False where the next step only resets
-    memory: tuple  # arrays [N, ...], of the agent; () if it has none
+    valid: Array  # [N] bool, False where the next step is an autoreset step
+    memory: tuple  # the agent's recurrent state, arrays [N, ...]; () if it has none
     inner: Any  # [N, ...], the states of the FuncEnv
     length: Array  # [N] int32, steps of the episode so far
 
 
 def as_box(observation: Any, space: Any) -> Array:
-    """Makes an array of a Dict, as `environments.wrap` does: a vector, or bytes."""
+    """Converts a Dict to an array, as `environments.wrap` does: a vector, or bytes."""
     if isinstance(space, Box):
         return observation
     if layout := environments.layout_of(space):
@@ -38,10 +38,10 @@ def as_box(observation: Any, space: Any) -> Array:
 
 
 def info_of(func_env: Any, *step: Any) -> dict:
-    """Returns the numbers that an environment reports of a step: (state, action, next state)."""
+    """Returns the scalars in `transition_info` of a step: (state, action, next state)."""
     try:
         info = func_env.transition_info(*step)
-    except jax.errors.JAXTypeError:  # it is not for jit: Gymnasium calls it outside
+    except jax.errors.JAXTypeError:  # it cannot be jitted: Gymnasium calls it outside
         return {}
     numbers = (bool, int, float, np.ndarray, np.generic, Array)
     info = {name: x for name, x in info.items() if isinstance(x, numbers) and jnp.ndim(x) == 0}
@@ -51,12 +51,12 @@ def info_of(func_env: Any, *step: Any) -> dict:
 class JaxEnvs:
     """N copies of an environment written in JAX, with autoreset in NEXT_STEP mode.
 
-    Observations get the dtype of the algorithm's example, and rewards float32. `time_limit` is the
-    number of steps after which an episode is truncated, None if it is not.
+    Observations are cast to the dtype of the algorithm's example, and rewards to float32.
+    `time_limit` is the number of steps after which an episode is truncated, None without a limit.
     """
 
     def __init__(self, agent: Agent, func_env: Any, time_limit: int | None) -> None:
-        self.agent: Any = agent  # whose `act` may take a memory
+        self.agent: Any = agent  # its `act` may take `memory`
         more = set(agent.example_step._fields) - {*STEP_FIELDS, "memory"}
         if more:
             where = "cleanreplay/jax_envs.py does not fill: give it in JaxEnvs.step"
@@ -73,10 +73,10 @@ class JaxEnvs:
         self.info = jax.vmap(partial(info_of, func_env))
 
     def observe(self, stack: Array, valid: Array, inner: Any, keys: Array) -> Array:
-        """Returns what the policy sees in the states `inner`: a frame, or a stack of K frames.
+        """Returns observations in the states `inner`: frames [N, ...], or stacks [N, K, ...].
 
-        A stack [N, K, ...] is zero before the start of the episode. Where the last step was not
-        `valid` [N], only the newest frame belongs to the episode.
+        A stack is zero before the start of the episode. Where the last step was not `valid` [N],
+        only the newest frame belongs to the episode.
         """
         frame = self.observation(inner, keys).astype(self.dtype)
         if self.agent.args.frame_stack == 1:
@@ -98,11 +98,11 @@ class JaxEnvs:
     def step(
         self, params: Any, act_key: Any, state: JaxEnvState, inputs: tuple
     ) -> tuple[JaxEnvState, tuple]:
-        """Takes a step in each environment, with an action of `act` for this key, or without one.
+        """Takes a step in each environment, with actions of `act`, which explores if given a key.
 
-        `inputs` are the number of the step, the keys [N] of the environments, and the states [N]
-        that they start from if they reset. Returns the next state, and a Step with the numbers [N]
-        of its info. They are infinite where the step only resets, `is_success` where none ends.
+        `inputs` are the number of the step, the keys [N] of the environments, and the states [N] to
+        start from at a reset. Returns the next state, a Step and the scalars [N] of its info, which
+        are infinite in an autoreset step, and `is_success` wherever no episode ends.
         """
         step, keys, starts = inputs
         valid = state.valid
@@ -143,12 +143,12 @@ class JaxEnvs:
     def collect(self, state: JaxEnvState, params: Any, key: Array, step: Array) -> tuple:
         """Takes S steps in each environment, from `step` on.
 
-        Returns the next state, and Steps [S, N, ...] with the numbers [S, N] of their info.
+        Returns the next state, Steps [S, N, ...], and the scalars [S, N] of their info.
         """
         num_steps, num_envs = self.agent.rollout_shape
         act_key, env_key = jax.random.split(key)
         keys = jax.random.split(env_key, (num_steps, num_envs))
-        # A start for every step, whether it is needed or not: one call takes a tenth of the time.
+        # A start for every step, needed or not: a single call takes a tenth of the time.
         starts = jax.vmap(self.initial)(keys)
         steps = step + num_envs * jnp.arange(num_steps)
         take_step = partial(self.step, params, act_key)  # `act` folds the number of the step in
@@ -157,10 +157,10 @@ class JaxEnvs:
     def evaluate(
         self, params: Any, episodes: int, key: Array, max_steps: int, explores: bool = False
     ) -> tuple:
-        """Plays the first episode of as many environments.
+        """Plays one episode in each of `episodes` environments.
 
-        Returns their returns [episodes], whether they ended [episodes] within max_steps, and
-        whether they succeeded [episodes], infinite where the environment does not say it.
+        Gives the returns [episodes], whether the episodes ended [episodes] within max_steps, and
+        whether they succeeded [episodes], infinite where the environment does not report it.
         """
         max_steps = min(self.time_limit, max_steps)
         first_step = min(self.agent.args.total_timesteps, 2**31 - 1 - max_steps)  # as play_episodes
@@ -173,7 +173,7 @@ class JaxEnvs:
 
         def step(carry: tuple) -> tuple:
             t, state, returns, over, succeeded = carry
-            no_starts = state.inner  # none is needed, as the first episode is the only one
+            no_starts = state.inner  # only the first episode is played
             inputs = (first_step + t, keys[t], no_starts)
             state, (row, info) = self.step(params, act_key, state, inputs)
             returns += jnp.where(over, 0, row.reward)
@@ -190,11 +190,11 @@ class JaxEnvs:
 
 
 def find_jax_env(envs: Any, run: Any) -> Any:
-    """Finds the environment of `envs`, which has one, if it is written in JAX; otherwise None.
+    """Returns the single environment of `envs` if it is written in JAX, otherwise None.
 
-    It must have no other wrappers than those that this module replaces. UsageError if it is None
-    and flags ask for several agents, devices or processes. As each run begins here, a line says how
-    observations are read that are no vector.
+    Its wrappers must be among those that this module replaces. UsageError instead of None if flags
+    ask for several agents or devices. Prints how the network reads observations that are not
+    vectors.
     """
     if line := environments.describe(envs):
         tqdm.write(f"{run.env_id}: {line}")
@@ -214,7 +214,7 @@ def find_jax_env(envs: Any, run: Any) -> Any:
 
 
 def why_not_compiled(envs: Any, env: Any, run: Any) -> str:
-    """Tells why a run steps environments from Python, "" if it does not: `envs` has one, `env`."""
+    """Explains why a run steps `env` of `envs` from Python, with "" if it is compiled."""
     if not hasattr(env.unwrapped, "func_env"):
         return "is not written in JAX"
     if run.vectorization != "auto":

@@ -1,4 +1,4 @@
-"""Turns observations into vectors: convolutions of images, and the numbers beside them."""
+"""Turns observations into vectors: convolutions for images, and the numbers beside them."""
 
 import math
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from cleanreplay.packed import unpack
 
 
 def channels_axis(shape: tuple) -> int:
-    """Returns which axis of images [..., H, W, C] or [..., C, H, W] is channels: -1 or -3.
+    """Returns the axis of channels of images [..., H, W, C] or [..., C, H, W]: -1 or -3.
 
-    Two equal axes are height and width. If all three are equal, or none are, the smaller one of the
-    first and the last is channels, and the last if these are equal.
+    If exactly two neighbours are equal, they are height and width. Otherwise the channels are the
+    first axis if it is smaller than the last, and else the last.
     """
     first, middle, last = shape[-3:]
     if (first == middle) != (middle == last):
@@ -27,7 +27,7 @@ def channels_axis(shape: tuple) -> int:
 
 
 def channels_last(x: Array) -> Array:
-    """Makes [B, H, W, C] of [B, H, W], [B, H, W, C], [B, C, H, W], or stacks [B, K, ...]."""
+    """Makes [B, H, W, C] of [B, H, W], [B, H, W, C], [B, C, H, W], or of stacks [B, K, ...]."""
     if x.ndim == 3:
         x = x[..., None]
     x = jnp.moveaxis(x, channels_axis(x.shape), -1)
@@ -40,7 +40,7 @@ def channels_last(x: Array) -> Array:
 def are_images(x: Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether [B, ...] are images, or stacks of them: uint8 or bool, and large enough.
 
-    With an axis of channels, or of a stack, 5 x 5 pixels are enough, else it takes 36 x 36.
+    With an axis of channels or stacks 5 x 5 pixels are enough, without one 36 x 36.
     """
     if x.dtype not in (jnp.uint8, bool) or x.ndim not in (3, 4, 5):
         return False
@@ -49,10 +49,10 @@ def are_images(x: Array | jax.ShapeDtypeStruct) -> bool:
 
 
 class Conv(nn.Module):
-    """nn.Conv without padding, of images [B, H, W, C], as a product of matrices.
+    """Computes nn.Conv without padding, of images [B, H, W, C], as a product of matrices.
 
-    The parameters are those of nn.Conv. On a CPU the gradient of XLA's convolution takes 13 times
-    as long in a loop (JAX 0.12). `stride` divides `kernel_size`.
+    Its parameters are those of nn.Conv. On a CPU the gradient of XLA's convolution takes 13 times
+    as long in a loop (JAX 0.12). `stride` must divide `kernel_size`.
     """
 
     features: int
@@ -72,8 +72,8 @@ class Conv(nn.Module):
         x = x[:, : height * stride, : width * stride]
         x = x.reshape(x.shape[0], height, stride, width, stride, x.shape[-1])
         x = x.swapaxes(2, 3).reshape(x.shape[0], height, width, stride**2 * x.shape[-1])
-        # A kernel is `blocks` of them high and wide. Patches are one block high and meet all of its
-        # rows in one product.
+        # A kernel is `blocks` blocks high and wide. Patches are one block high; one product
+        # multiplies them with all rows of the kernel.
         blocks = size // stride
         rows = height - blocks + 1
         columns = width - blocks + 1
@@ -88,12 +88,12 @@ class Conv(nn.Module):
 def cnn(
     x: Array, init: Callable = default_kernel_init, prefix: str = "", layer_norm: bool = False
 ) -> Array:
-    """Makes vectors [B, F] of images, by layers that belong to the flax module that calls it.
+    """Makes vectors [B, F] of images, with layers that belong to the calling flax module.
 
     From 36 x 36 pixels on it is the network of Mnih et al. 2015, extended table 1, and uint8 is
-    divided by 255. Smaller images go through that of Young and Tian 2019, arXiv 1903.03176, as they
-    are: their numbers are often flags or kinds of things. `init` draws the weights. The names of
-    the layers begin with `prefix`. With `layer_norm` each is normalised over its features.
+    divided by 255. For smaller images it is that of Young and Tian 2019, arXiv 1903.03176, without
+    scaling: their numbers are often flags or kinds of things. `init` initialises the weights. The
+    names of layers begin with `prefix`. With `layer_norm` each is normalised over its features.
     """
 
     def activate(x: Array, name: str) -> Array:
@@ -120,21 +120,20 @@ def as_vectors(x: Array) -> Array:
 
 
 def example_of(space: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of a batch [1, ...] from a Box."""
+    """Returns the shape and dtype of a batch [1, ...] from a Box."""
     return jax.ShapeDtypeStruct((1, *space.shape), space.dtype)
 
 
 def features_of(
     space: Any, hidden_sizes: tuple, init: Callable | None, layer_norm: bool = False
 ) -> tuple:
-    """Makes `features` as the scripts need it, and chooses the widths of the layers after it.
+    """Makes `features` for the networks of scripts, and chooses the widths of the layers after it.
 
-    A Dict of images and numbers has both beside each other: what `cnn` makes of images, and the
-    numbers.
+    For a Dict of images and numbers, it concatenates the vectors of `cnn` and the numbers.
 
     Returns:
-      A function from observations [B, ...] to vectors [B, F], whose layers belong to the flax
-      module that calls it, and `hidden_sizes`, or () after the convolutions of an image.
+      A function from observations [B, ...] to vectors [B, F], whose layers belong to the calling
+      flax module, and `hidden_sizes`, or () after the convolutions of an image.
     """
     init = init or default_kernel_init
     layout = getattr(space, "layout", ())

@@ -1,9 +1,9 @@
-"""Reads data that exist before a run: --offline-data, of which part of each batch is drawn.
+"""Reads --offline-data: a fixed dataset that part of each batch is sampled from.
 
 As in RLPD: Ball et al. 2023, arXiv 2302.02948, section 4.1. The data are the folder of a run with
---save-experience, a vault of such steps, or minari:DATASET. Here they are read, as the state of a
-replay that holds all of them; `replays.Mixed` draws from it. An .npz file has the arrays that
-`buffers.read_trajectories` reads.
+--save-experience, a vault, minari:DATASET, or an .npz file with the arrays that
+`buffers.read_trajectories` reads. This module reads them as the state of a replay that holds all
+steps; `replays.Mixed` samples from it.
 """
 
 import json
@@ -20,11 +20,11 @@ from cleanreplay import spaces
 from cleanreplay.errors import UsageError
 from cleanreplay.flags import MINARI
 
-ROUNDING = 2e-5  # of an action beyond the bounds that is clipped: 1e-5 of the range from -1 to 1
+ROUNDING = 2e-5  # actions up to so far beyond -1 and 1 are clipped: 1e-5 of the range
 
 
 def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
-    """Reads the state of a replay of items like `item`, with the data of --offline-data.
+    """Reads --offline-data, as the state of a replay of items like `item`.
 
     `env_spaces` are those of the run, see `spaces.of_envs`. UsageError if the data do not fit.
     """
@@ -33,7 +33,7 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
     if args.offline_fraction == 1:
         check_alone(args)
     elif round(args.offline_fraction * args.batch_size) in (0, args.batch_size):
-        text = "must be 1, or leave at least one of batch_size for the data and one for the replay"
+        text = "must be 1, or give at least one item of a batch to the data and one to the replay"
         raise UsageError(f"offline_fraction {text}, not {args.offline_fraction}")
     if name.endswith(".npz"):
         data = of_npz(agent, item, name)
@@ -58,18 +58,18 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
 
 
 def check_alone(args: Any) -> None:
-    """Raises UsageError for what does not go with learning from data alone."""
+    """Raises UsageError for flags that exclude learning from data alone."""
     if args.save_experience:
-        raise UsageError("save_experience: with --offline-fraction 1 there are no steps to save")
+        raise UsageError("save_experience: --offline-fraction 1 makes no steps to save")
     if jax.process_count() > 1:
-        raise UsageError("distributed: with --offline-fraction 1 there are no steps to share")
+        raise UsageError("distributed: --offline-fraction 1 makes no steps to share")
 
 
 def best_episodes(item: Any, name: str, data: Any, fraction: float) -> Any:
-    """Keeps a fraction of the episodes, those of the highest return; at least one.
+    """Keeps the given fraction of the episodes with the highest returns; at least one.
 
-    `data` is the state of a replay [rows, N, ...] of items like `item`. Returns that of a replay of
-    one environment. An episode that the data do not end is one, too, without its last step.
+    `data` is the state of a replay [rows, N, ...] of items like `item`. The result is the state of
+    a replay of one environment. An unfinished episode counts, too, without its last step.
     """
     rows, num_envs = data.storage.valid.shape
     steps = jax.tree.map(
@@ -79,7 +79,7 @@ def best_episodes(item: Any, name: str, data: Any, fraction: float) -> Any:
     cut = last[steps.valid[last] & ~steps.terminated[last]]
     steps.valid[cut], steps.truncated[cut] = False, False
     steps.truncated[cut - 1] |= steps.valid[cut - 1] & ~steps.terminated[cut - 1]
-    episode = np.cumsum(~steps.valid) - ~steps.valid  # the row that only resets ends one
+    episode = np.cumsum(~steps.valid) - ~steps.valid  # an autoreset row ends an episode
     returns = np.bincount(episode[steps.valid], steps.reward[steps.valid])
     exists = np.unique(episode[steps.valid])
     best = exists[np.argsort(-returns[exists], kind="stable")]
@@ -91,9 +91,9 @@ def best_episodes(item: Any, name: str, data: Any, fraction: float) -> Any:
 
 
 def check_origin(name: str, about: dict, run: Any, env_spaces: dict) -> None:
-    """Raises UsageError if the data have actions with other bounds, and reports other environments.
+    """Raises UsageError if bounds of actions differ, and reports if the environment differs.
 
-    `about` has what is known of `env_id`, `env_kwargs` and `spaces`.
+    `about` may have `env_id`, `env_kwargs` and `spaces` of the data.
     """
     here = {"env_id": run.env_id.rpartition(":")[2], "env_kwargs": json.loads(run.env_kwargs)}
     there = about | {"env_id": about.get("env_id", run.env_id).rpartition(":")[2]}
@@ -134,7 +134,7 @@ def checked(agent: Any, name: str, steps: Any) -> Any:
 
 
 def open_vault(name: str) -> Any:
-    """Opens a vault, or that of a run."""
+    """Opens a vault, or the vault of a run."""
     from cleanreplay.vault import Vault
 
     path = Path(name)
@@ -166,7 +166,7 @@ def of_npz(agent: Any, item: Any, name: str) -> Any:
 
 
 def as_replay(item: Any, name: str, rows: dict[str, np.ndarray]) -> Any:
-    """Makes the state of a replay of rows [rows, ...]. UsageError if they are not like `item`."""
+    """Makes the state of a replay of `rows` [rows, ...]. UsageError if they differ from `item`."""
     steps = {}
     for leaf, x in rows.items():
         like = getattr(item, leaf)
@@ -188,12 +188,12 @@ def open_minari(name: str) -> Any:
     except ModuleNotFoundError as error:
         text = f'{name} needs {error.name}: pip install "minari[hdf5]"'
         raise UsageError(f"offline_data: {text}") from error
-    except Exception as error:  # it is not on this disk, and was not found elsewhere
+    except Exception as error:  # neither on this disk nor elsewhere
         raise UsageError(f"offline_data: {name} cannot be loaded: {error}") from error
 
 
 def about_minari(dataset: Any) -> dict:
-    """Returns the environment and the action space of a dataset, as a vault has them."""
+    """Returns the environment and the action space of a dataset, in the format of a vault."""
     action = spaces.to_json(dataset.action_space)
     spec = dataset.env_spec
     return {"spaces": {"action": action}} | ({"env_id": spec.id} if spec else {})
@@ -202,8 +202,8 @@ def about_minari(dataset: Any) -> dict:
 def of_minari(agent: Any, item: Any, name: str, dataset: Any, entries: dict | None) -> Any:
     """Reads the state of a replay with all steps of a Minari dataset.
 
-    Each episode is followed by a row that only resets. A Dict of observations is flattened in the
-    order of `entries`, see `spaces.entries_of`: Minari keeps its own.
+    An autoreset row follows each episode. A Dict of observations is flattened in the order of
+    `entries`, see `spaces.entries_of`, because the order in Minari differs.
     """
     found = dataset.iterate_episodes()
     episodes = [steps_of(agent, item, dataset, episode, entries) for episode in found]
@@ -212,9 +212,9 @@ def of_minari(agent: Any, item: Any, name: str, dataset: Any, entries: dict | No
 
 
 def as_dtype(x: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
-    """Converts numbers as training converts those of an environment.
+    """Converts numbers to a dtype, as training converts those of an environment.
 
-    UsageError if they are to be integers or bools, and would be other numbers.
+    UsageError if conversion to integers or bools would change them.
     """
     with np.errstate(all="ignore"):
         result = x.astype(dtype)
@@ -228,7 +228,7 @@ def as_dtype(x: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
 def steps_of(
     agent: Any, item: Any, dataset: Any, episode: Any, entries: dict | None
 ) -> dict[str, np.ndarray]:
-    """Returns the rows of an episode of L steps [L + 1, ...], as the agent stores them."""
+    """Returns the rows [L + 1, ...] of an episode of L steps, as the agent stores them."""
     observation = as_flat(dataset.observation_space, episode.observations, entries)
     length = len(episode.rewards)
     actions = np.asarray(episode.actions)
@@ -252,7 +252,7 @@ def steps_of(
 
 
 def as_flat(space: gym.Space, x: Any, entries: dict | None) -> np.ndarray:
-    """Keeps observations [L, ...] of a Box, and flattens others to [L, F] as Gymnasium does."""
+    """Flattens observations to [L, F] as Gymnasium does, except those of a Box [L, ...]."""
     if isinstance(space, gym.spaces.Box):
         return np.asarray(x)
     if isinstance(space, gym.spaces.Dict):
@@ -265,9 +265,7 @@ def as_flat(space: gym.Space, x: Any, entries: dict | None) -> np.ndarray:
 
 
 def as_stored_actions(agent: Any, like: Any, actions: np.ndarray) -> np.ndarray:
-    """Turns actions of the environment [L, ...] into what the agent stores: the inverse of
-    `to_env_action`.
-    """
+    """Inverts `to_env_action`: turns actions of the environment [L, ...] into stored actions."""
     kinds = {"i": "iu", "f": "f"}[like.dtype.kind]
     if actions.dtype.kind not in kinds or actions.shape[1:] != like.shape:
         has = f"{actions.dtype} {list(actions.shape[1:])}"
@@ -277,5 +275,5 @@ def as_stored_actions(agent: Any, like: Any, actions: np.ndarray) -> np.ndarray:
         return actions - agent.to_env_action(0)
     low = agent.to_env_action(np.full(like.shape, -1.0, np.float32))
     high = agent.to_env_action(np.full(like.shape, 1.0, np.float32))
-    is_free = high > low  # else the only action is stored as 0
+    is_free = high > low  # otherwise the only action is stored as 0
     return np.where(is_free, 2 * (actions - low) / np.where(is_free, high - low, 1) - 1, 0)

@@ -1,8 +1,8 @@
 """Packs observations of images and numbers: a Dict becomes a row of bytes.
 
-A Dict with an image among its entries is packed into one array of uint8. So a step is stacked,
-stored and saved like any other, and an image stays as small as it is. Numbers are float32, and
-unpacked they are the same bit by bit. The `layout` of the space says what the bytes are.
+A Dict with an image is packed into one array of uint8. It is then stacked, stored and saved like
+any other observation, and images take no more bytes than before. Numbers are float32, and packing
+keeps every bit of them. The `layout` of the space describes the bytes.
 """
 
 import math
@@ -14,7 +14,7 @@ from gymnasium.spaces import Box
 
 
 class Part(NamedTuple):
-    """An entry of a Dict. An image keeps its shape and dtype, all else is flat and float32."""
+    """An entry of a Dict. An image keeps its shape and dtype; other entries are flat float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,14 +30,14 @@ class Packed(Box):
 
 
 def num_bytes(part: Part) -> int:
-    """Returns the bytes of a part."""
+    """Counts the bytes of a part."""
     return math.prod(part.shape) * np.dtype(part.dtype).itemsize
 
 
 def pack(parts: dict, layout: tuple[Part, ...]) -> Any:
     """Packs arrays {name: [*lead, *shape]} into bytes [*lead, P], of NumPy or JAX.
 
-    Numbers may have another shape of the same size. The first part is an image, which shows `lead`.
+    Numbers may have any shape of the right size. The first part is an image, which shows `lead`.
     """
     first = parts[layout[0].name]
     lead = first.shape[: first.ndim - len(layout[0].shape)]

@@ -1,4 +1,4 @@
-"""Loads trained agents: as a function from observations to actions, or as what it is made of."""
+"""Loads trained agents: as functions from observations to actions, or with their parts."""
 
 import importlib.util
 import sys
@@ -22,8 +22,8 @@ from cleanreplay.protocol import Script
 class Loaded(NamedTuple):
     """A trained agent."""
 
-    agent: Any  # an `protocol.Agent`
-    params: Any  # those of its `act`
+    agent: Any  # a `protocol.Agent`
+    params: Any  # of its `act`
     script: Script  # the module that trained it
     args: Any  # flags of the algorithm
     run: Any  # flags of the experiment
@@ -31,7 +31,7 @@ class Loaded(NamedTuple):
 
 
 def load_agent(place: Path | str, script: Path | str = "") -> Loaded:
-    """Loads the agent of a file, or of a run the best one; without one, that of a checkpoint."""
+    """Loads the agent of a file, or the best agent of a run, or else that of its checkpoint."""
     saved = flags.read_run(place)
     module: Any = import_script(Path(script or saved["script"]))
     if Path(module.__file__).name != Path(saved["script"]).name:
@@ -53,7 +53,7 @@ def load_agent(place: Path | str, script: Path | str = "") -> Loaded:
 
 
 def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.ndarray]:
-    """See `cleanreplay.load_policy`."""
+    """Loads an agent as a function, see `cleanreplay.load_policy`."""
     loaded = load_agent(place, script)
     agent, params = loaded.agent, loaded.params
     act = protocol.policy(agent, params)
@@ -62,7 +62,7 @@ def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.
 
     def policy(observations: Any, *is_first: Any) -> np.ndarray:
         observations = as_observations(observations, example, layout)
-        if len(observations) == 0:  # networks take one or more
+        if len(observations) == 0:  # networks need at least one
             return protocol.policy(agent, params)(example[None])[:0]
         return act(observations, *is_first)
 
@@ -72,7 +72,7 @@ def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.
 def spaces_of(saved: dict, make_envs: Callable, run: Any) -> list:
     """Returns the spaces of observations and actions of a run.
 
-    Those that JSON does not know, such as Tuple in an edited script, are those of its environment.
+    If one is not in JSON, such as a Tuple of an edited script, both are read from the environment.
     """
     known = [saved["spaces"].get(name) for name in ("observation", "action")]
     if all(known):
@@ -82,10 +82,10 @@ def spaces_of(saved: dict, make_envs: Callable, run: Any) -> list:
 
 
 def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.ndarray:
-    """Checks observations [N, ...] against `example`, which has shape and dtype of one.
+    """Converts observations [N, ...] to the dtype of a single `example`.
 
-    With a layout they are a dict of arrays [N, ...], which is packed. ValueError if they have
-    another shape, or would be other numbers.
+    With a layout they are a dict of arrays [N, ...], which is packed. ValueError if the shape
+    differs, or the conversion would change numbers.
     """
     if layout:
         names = [part.name for part in layout]
@@ -116,14 +116,14 @@ def as_observations(given: Any, example: np.ndarray, layout: tuple = ()) -> np.n
 
 
 def import_script(file: Path) -> Script:
-    """Imports the module of a script, which need not be on Python's path."""
+    """Imports a script as a module. It need not be on Python's path."""
     file = (file if file.is_file() else Path(file.name)).absolute()  # in the working directory
     for name in (file.stem, str(file)):
         module: Any = sys.modules.get(name)
         if module is not None and Path(module.__file__ or "").absolute() == file:
             return module
     if not file.is_file():
-        raise UsageError(f"there is no script {file}: say where, as in load_policy(folder, script)")
+        raise UsageError(f"no script {file}: give its place, as in load_policy(folder, script)")
     spec: Any = importlib.util.spec_from_file_location(str(file), file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[str(file)] = module  # where dataclasses look for it; no module has this name

@@ -1,4 +1,4 @@
-"""Defines what this package asks of an algorithm, and of a script."""
+"""Defines what this package needs of an algorithm, and of a script."""
 
 import inspect
 from collections.abc import Callable
@@ -15,10 +15,9 @@ from cleanreplay.errors import UsageError
 class Agent(Protocol):
     """An algorithm, as pure functions of its State.
 
-    Two methods may have one parameter more. An `act` with a parameter `memory`, after the
-    observation, takes and returns one: a tuple of arrays [N, ...] that begins as `no_memory(N)`. A
-    `train_step` with a parameter `next_observation` is also given the observation [N, ...] that
-    follows the rollout.
+    Two methods may take an extra parameter. An `act` with `memory`, after the observation, takes
+    and returns a recurrent state: a tuple of arrays [N, ...], initially `no_memory(N)`. A
+    `train_step` with `next_observation` is also given the observation [N, ...] after the rollout.
     """
 
     args: Any  # its flags
@@ -36,22 +35,22 @@ class Agent(Protocol):
         """Returns the environment's actions."""
 
     def act(self, params: Any, observation: Any, *args: Any, **kwargs: Any) -> Any:
-        """Chooses actions [N], which explore if there is a key. The other two are key and step."""
+        """Chooses actions [N]; explores unless the key is None. `args` are key and step."""
 
     def train_step(self, state: Any, rollout: Any, *args: Any, **kwargs: Any) -> Any:
-        """Learns from a rollout [S, N]. The other two are key and step.
+        """Learns from a rollout [S, N]. `args` are key and step.
 
-        Returns the State, `policy_params` of it, and the metrics. There may be more.
+        Returns the State, its `policy_params`, the metrics, and possibly more.
         """
 
 
 class Hooks(Agent, Protocol):
-    """Methods that an algorithm may have. Without them a State is parameters and replays."""
+    """Optional methods of an algorithm. Without them a State has only parameters and replays."""
 
     def on_resume(self, state: Any) -> Any:
         """Returns the State of a resumed run, whose environments begin new episodes.
 
-        In its replays unfinished episodes are truncated already.
+        Unfinished episodes in its replays are already truncated.
         """
 
     def on_data(self, state: Any, steps: Any) -> Any:
@@ -60,24 +59,24 @@ class Hooks(Agent, Protocol):
     def learned(self, state: Any) -> Any:
         """Returns the State with () for what a run with --init-from does not take of it.
 
-        In place of replays there is () already.
+        Replays are already ().
         """
 
 
 def on_resume(agent: Any, state: Any) -> Any:
-    """Returns the State of a resumed run: the unfinished episodes in its replays are truncated."""
+    """Returns the State of a resumed run, with unfinished episodes truncated in its replays."""
     state = replays.map_replays(replays.truncate_episodes, state)
     return agent.on_resume(state) if hasattr(agent, "on_resume") else state
 
 
 def on_data(agent: Any, state: Any) -> Any:
-    """Returns the State, or RunnerState, after the agent has seen the data of --offline-data."""
+    """Returns the State, or RunnerState, after `on_data` of the agent."""
     data = replays.data_of(state)
     if data is None or not hasattr(agent, "on_data"):
         return state
     before = getattr(state, "agent", state)
     see = agent.on_data if before is state else jax.vmap(agent.on_data, in_axes=(0, None))
-    # A number in place of each replay, which would be copied.
+    # A number in place of each replay, so that no replay is copied.
     small = replays.map_replays(lambda x: x.replay.cursor, before)
     where = jax.tree.map(lambda x: x.sharding, small)
     after = jax.jit(see, out_shardings=where)(small, data.storage)
@@ -92,10 +91,10 @@ def learned(agent: Any, state: Any) -> Any:
 
 
 def experience(state: Any) -> Any:
-    """Returns the state of the replay that --save-experience writes. UsageError if not just one."""
+    """Returns the state of the replay for --save-experience. UsageError unless exactly one."""
     found = replays.rings(state)
     if len(found) != 1:
-        text = f"State has {len(found)} replay buffers, and one can be saved: leave the flag out"
+        text = f"State has {len(found)} replay buffers, not one: leave the flag out"
         raise UsageError(f"save_experience: {text}")
     return found[0]
 
@@ -103,8 +102,8 @@ def experience(state: Any) -> Any:
 def policy(agent: Any, params: Any, key: Any = None) -> Callable:
     """Makes a function from NumPy observations [N, ...] to the environment's actions [N, ...].
 
-    It explores if there is a key. That of an agent with a memory keeps it from call to call:
-    `is_first` [N] tells where episodes begin; they all do at the first call, and if N changes.
+    With a key it explores. For a recurrent agent it keeps the recurrent state between calls.
+    `is_first` [N] marks starts of episodes; all episodes start at the first call, and if N changes.
     """
     if not takes(agent.act, "memory"):
 
@@ -128,14 +127,14 @@ def policy(agent: Any, params: Any, key: Any = None) -> Callable:
 
 
 class Log(Protocol):
-    """The charts of an agent and its progress: `Log` of a script."""
+    """The charts and the progress of an agent: `Log` of a script."""
 
     run: Any  # flags of the experiment
     args: Any  # flags of the algorithm
     folder: Path
-    stop: list  # has an item if the run is to end
+    stop: list  # not empty if the run is to end
     first_step: int
-    total: int  # steps at the end
+    total: int  # steps of the whole run
     recent_returns: Any  # deque
     start_time: float
     writer: Any
@@ -143,10 +142,10 @@ class Log(Protocol):
     def open(
         self, first_step: int, recent_returns: Any = (), quiet: Any = None, writer: Any = None
     ) -> None:
-        """Begins the charts and the bar of progress."""
+        """Begins the charts and the progress bar."""
 
     def count_episodes(self, step: int, rollout: Any) -> None:
-        """Keeps the returns of the episodes that end in a rollout, which began at `step`."""
+        """Records the returns of the episodes that end in a rollout, which began at `step`."""
 
     def end_iteration(self, end: int, state: Any, params: Any, metrics: dict) -> bool:
         """Logs what is due at step `end`. Returns whether the run is over."""
@@ -161,9 +160,9 @@ class Log(Protocol):
         """Ends the run with this iteration or the next one. Sets `total` to 0."""
 
     def at_evaluation(self, step: int, params: Any, returns: Any) -> None:
-        """Is called after an evaluation with the parameters of `act`, and the returns of episodes.
+        """Runs after an evaluation, with the parameters of `act`, and the returns of episodes.
 
-        It is also called without --eval-episodes. Then `returns` is empty.
+        With --eval-episodes 0 it also runs, with empty `returns`.
         """
 
     def mean_return(self) -> float:
@@ -174,23 +173,23 @@ class Log(Protocol):
 
 
 class Script(Protocol):
-    """What `load_policy` calls in the script that trained an agent."""
+    """The part of a script that `load_policy` uses."""
 
     Run: Any  # dataclasses of flags
     Args: Any
 
-    Agent: Any  # makes the algorithm from Args, the space of observations and that of actions
+    Agent: Any  # makes the algorithm from Args, the observation space and the action space
 
     def make_envs(self, args: Any, run: Any, num_envs: int) -> Any:
         """Makes N environments that are stepped together."""
 
 
-# The fields of a Step that are read by name here. A Step of a single environment may have more.
+# The fields of a Step that this package reads by name. A Step may have more.
 STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "valid")
 
 
 def check_step(step: Any) -> None:
-    """Raises UsageError if a Step lacks a field that this package reads, or one is empty."""
+    """Raises UsageError if a Step lacks a field that this package reads, or a field is empty."""
     missing = [name for name in STEP_FIELDS if not hasattr(step, name)]
     if missing:
         what = f"Step must have {', '.join(missing)}: cleanreplay reads the fields by these names"
@@ -205,5 +204,5 @@ def takes(function: Callable, parameter: str) -> bool:
 
 
 def saves_experience(agent: Any) -> bool:
-    """Returns whether the flag --save-experience is there, and set."""
+    """Returns whether the flag --save-experience exists, and is set."""
     return getattr(agent.args, "save_experience", False)

@@ -1,7 +1,7 @@
 """Wraps the replay of an algorithm: --frame-stack, --her-fraction and --offline-data.
 
-A wrapper has all methods and attributes of the replay in it, so an algorithm need not know of it.
-Here are also the functions that find the states of replays in a State.
+A wrapper has all methods and attributes of its replay, so an algorithm need not know of it. Other
+functions find and change the states of replays in a State.
 """
 
 from collections.abc import Callable
@@ -21,31 +21,31 @@ from cleanreplay import goals
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A replay with the methods and attributes of `replay`, except those that a subclass has."""
+    """A replay with the methods and attributes of `replay`, which a subclass may override."""
 
     replay: Any
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the wrapped replay has."""
-        if name.startswith("__"):  # such as what `copy` looks for before `replay` is set
+        """Returns an attribute of the wrapped replay."""
+        if name.startswith("__"):  # `copy` looks for such names before `replay` is set
             raise AttributeError(name)
         return getattr(self.replay, name)
 
     def add_and_sample(self, state: Any, items: Any, key: Array, batch_size: int) -> tuple:
-        """Adds steps [S, N, ...], and then samples. Returns the state and the Sample."""
+        """Adds steps [S, N, ...], and then samples. Returns (state, Sample)."""
         state = self.add_batch(state, items)
         return state, self.sample(state, key, batch_size)
 
     def close(self) -> None:
-        """Ends what was made for this wrapper."""
+        """Closes what was made for this wrapper."""
 
 
 @dataclass(frozen=True)
 class Stacked(Wrapper):
     """Stores the newest frame of each stack of `count` K, and samples sequences of stacks.
 
-    Sequences are [B, W, K, ...]. The replay in it has sequences that are K - 1 steps longer. Its
-    `update` is given frames.
+    Sequences are [B, W, K, ...]. Those of the wrapped replay are K - 1 steps longer. The function
+    of `update` is given frames.
     """
 
     count: int
@@ -87,17 +87,17 @@ class Hindsight(Wrapper):
     goals: goals.Goals
 
     def sample(self, state: Any, key: Array, batch_size: int) -> buffers.Sample:
-        """Samples sequences, the first of which get other goals."""
+        """Samples sequences, the first of which get new goals."""
         sample = self.replay.sample(state, key, batch_size)
         return self.goals.relabel(self.replay, state, sample, jax.random.fold_in(key, 0))
 
     def close(self) -> None:
-        """Closes the environment that is asked for rewards."""
+        """Closes the environment that computes rewards."""
         self.goals.close()
 
 
 class MixedState(NamedTuple):
-    """The state of a replay, and that of a replay with offline data, which stays as it is.
+    """The state of a replay, and that of a replay with offline data, which never changes.
 
     A checkpoint holds () for the data. Several agents share them: they have no axis of agents.
     """
@@ -115,15 +115,15 @@ class MixedState(NamedTuple):
 class Mixed(Wrapper):
     """Samples `fraction` of each batch from offline data, see offline.py. Their indices are -1.
 
-    All other methods are those of the replay, for the replay alone. With a fraction of 1 it stays
-    empty. `wrap` makes of a replay with the data one that samples as this one does.
+    All other methods are for the replay alone. With a fraction of 1 it stays empty. `wrap` adds to
+    the replay of the data the wrappers that `replay` has.
     """
 
     fraction: float
     wrap: Callable
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the wrapped replay has: methods, which are given a MixedState here."""
+        """Returns an attribute of the wrapped replay. Its methods then take a MixedState."""
         found = super().__getattr__(name)
         if not callable(found):
             return found
@@ -135,13 +135,13 @@ class Mixed(Wrapper):
         return of_replay
 
     def of_data(self, rows: int, envs: int) -> Any:
-        """Makes a replay of N environments and `rows` steps of each, for the data."""
+        """Makes a replay for data of N environments, with `rows` steps of each."""
         window = self.replay.window
         replay = buffers.uniform_replay(rows * envs, num_envs=envs, sequence_length=window)
         return self.wrap(replay)
 
     def init(self, item: Any) -> MixedState:
-        """Returns the empty state. The data come later, by `with_data`."""
+        """Returns the empty state. `with_data` adds the data later."""
         no_data = self.of_data(self.replay.window, self.replay.envs).init(item)
         return MixedState(self.replay.init(item), no_data)
 
@@ -167,8 +167,8 @@ class Mixed(Wrapper):
 def options(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> dict[str, Callable]:
     """Returns arguments of an agent for environments such as `envs`: {"wrap_replay": ...}, or {}.
 
-    `make_envs(1)` makes one for goals that JAX cannot trace. UsageError if the environments have no
-    goals, and --her-fraction asks for them.
+    `make_envs(1)` makes an environment for rewards that JAX cannot trace. UsageError if the
+    environments have no goals, and --her-fraction asks for them.
     """
     count = args.frame_stack if hasattr(args, "buffer_size") else 1
     has_goals = getattr(args, "her_fraction", 0) > 0
@@ -194,14 +194,14 @@ def options(args: Any, envs: gym.vector.VectorEnv, make_envs: Callable) -> dict[
 
 
 def close(replay: Any) -> None:
-    """Ends what was made for the wrappers of a replay."""
+    """Closes the wrappers of a replay."""
     while isinstance(replay, Wrapper):
         replay.close()
         replay = replay.replay
 
 
 def with_longer_sequences(replay: Any, more: int) -> Any:
-    """Makes a replay whose sequences have some steps more. It holds at least one sequence."""
+    """Makes a replay whose sequences have `more` steps more. It holds at least one sequence."""
     window, period = replay.window + more, replay.period
     rows = -(-(window + period - 1) // period) * period
     size = max(replay.max_size, rows * replay.envs)
@@ -209,17 +209,17 @@ def with_longer_sequences(replay: Any, more: int) -> Any:
 
 
 def is_state(x: Any) -> bool:
-    """Returns whether this is the state of a replay."""
+    """Returns whether `x` is the state of a replay."""
     return isinstance(x, buffers.RingState | buffers.PrioritisedState | MixedState)
 
 
 def map_replays(function: Callable, state: Any) -> Any:
-    """Returns a State or RunnerState with `function` of each state of a replay in place of it."""
+    """Replaces each state of a replay in a State or RunnerState by `function` of it."""
     return jax.tree.map(lambda x: function(x) if is_state(x) else x, state, is_leaf=is_state)
 
 
 def with_replays_of(before: Any, after: Any) -> Any:
-    """Returns the State `after`, which has a number in place of each replay, with those before."""
+    """Returns the State `after` with the replays of `before`, in place of the numbers there."""
     return jax.tree.map(lambda x, y: x if is_state(x) else y, before, after, is_leaf=is_state)
 
 
@@ -236,7 +236,7 @@ def data_of(state: Any) -> Any:
 
 
 def with_data(state: Any, read: Callable) -> Any:
-    """Returns a State or RunnerState with offline data: `read(item)`, of items as in the replay."""
+    """Adds offline data to a State or RunnerState: `read(item)`, with an item of the replay."""
 
     def add(x: Any) -> Any:
         if not isinstance(x, MixedState):
@@ -259,7 +259,7 @@ def axes(state: Any) -> Any:
 
 
 def without_data(state: Any) -> Any:
-    """Returns what a checkpoint holds of a State or RunnerState: the data stay where they are."""
+    """Returns a State or RunnerState without offline data, for a checkpoint."""
     return map_replays(lambda x: x._replace(data=()) if isinstance(x, MixedState) else x, state)
 
 
@@ -272,8 +272,8 @@ def item_of(ring: Any) -> Any:
 def truncate_episodes(replay: Any) -> Any:
     """Marks the unfinished episodes of a replay as truncated, because environments start anew.
 
-    The last row has no successor, so it becomes the row that only resets. Its observation is what
-    the row before led to.
+    The last row has no successor, so it becomes an autoreset row: its observation is the one after
+    the row before.
     """
     if isinstance(replay, MixedState):
         return replay._replace(replay=truncate_episodes(replay.replay))

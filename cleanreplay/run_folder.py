@@ -27,17 +27,17 @@ DONATED = (
 
 
 class RunFolder(AbstractContextManager):
-    """The folder of a run. Use it in `with`, which ends what began with the run.
+    """The folder of a run. Use it in `with`: leaving it releases the lock and restores signals.
 
     Args:
-      agent: an `protocol.Agent`.
+      agent: a `protocol.Agent`.
       run: flags of the experiment.
       folder: is made, or with --resume exists.
       script: the file that trains, which `load_policy` will need.
       stop: in `with`, signals are appended to it.
-      env_spaces: `spaces.of_envs`, which is saved for `load_policy`.
+      env_spaces: from `spaces.of_envs`, saved for `load_policy`.
 
-    Raises UsageError for flags that do not fit the agent or the run that is resumed.
+    Raises UsageError for flags that do not fit the agent or the resumed run.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class RunFolder(AbstractContextManager):
         self.stop = stop
         self.env_spaces = env_spaces or {}
         self.first_step = 0  # of the start or the resume
-        self.recent_returns: list = []  # those that were restored
+        self.recent_returns: list = []  # restored by --resume
         self.lost: list = []  # agents that had diverged
-        self.checkpoints: Checkpoints | None = None  # these two with --checkpoint-interval
+        self.checkpoints: Checkpoints | None = None  # this and `best` need --checkpoint-interval
         self.best: agent_file.BestAgent | None = None
         self.vault: Any = None  # the experience on disk, with --save-experience
         self.on_exit = ExitStack()
@@ -72,7 +72,7 @@ class RunFolder(AbstractContextManager):
         check_same(self.facts())
 
     def flags(self) -> dict:
-        """Returns what args.json has."""
+        """Returns the contents of args.json."""
         args = flags.with_absolute_places(vars(self.agent.args))
         about = {"script": str(self.script), "spaces": self.env_spaces}
         return about | {"run": vars(self.before[0]), "args": args}
@@ -93,9 +93,10 @@ class RunFolder(AbstractContextManager):
         return self
 
     def begin(self, init: Callable, on_resume: Callable) -> Any:
-        """Begins the run. Returns the State of `init()`, or with --resume that of a checkpoint.
+        """Begins the run. Returns the State of `init()`.
 
-        That is `on_resume` of the newest one. Sets `first_step`, `recent_returns` and `lost`.
+        With --resume it is `on_resume` of the newest checkpoint's State, and this sets
+        `first_step`, `recent_returns` and `lost`.
         """
         run = self.run
         flags.check_memory(init)
@@ -103,7 +104,7 @@ class RunFolder(AbstractContextManager):
         if not run.resume:  # their errors leave no folder
             state = protocol.on_data(self.agent, self.with_data(state))
             state = self.with_learned(state)
-        if run.track and not run.resume:  # without a login there will be no folder
+        if run.track and not run.resume:  # without a login no folder is made
             self.begin_tracking()
         if self.is_first_process:
             self.lock()
@@ -127,12 +128,12 @@ class RunFolder(AbstractContextManager):
         return state
 
     def with_learned(self, state: Any) -> Any:
-        """Returns a State that begins with what another agent has learned, with --init-from."""
+        """Returns the State, which with --init-from begins with what another agent has learned."""
         source = getattr(self.agent.args, "init_from", "")
         return agent_file.start_from(source, state, self.agent) if source else state
 
     def with_data(self, state: Any) -> Any:
-        """Returns a State that has the data of --offline-data. UsageError if they are too large."""
+        """Adds the data of --offline-data to a State. UsageError if they are too large."""
         if not getattr(self.agent.args, "offline_data", ""):
             return state
 
@@ -144,7 +145,7 @@ class RunFolder(AbstractContextManager):
         return replays.with_data(state, read)
 
     def lock(self) -> None:
-        """Makes the folder, and locks it until the end. UsageError if that is not possible."""
+        """Makes the folder, and locks it until the end. UsageError if it cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.on_exit.enter_context(locked(self.path))
@@ -156,11 +157,11 @@ class RunFolder(AbstractContextManager):
         tracking.init_wandb(self.path.name, vars(self.run) | vars(self.agent.args))
 
     def restore(self, checkpoints: Checkpoints, state: Any) -> Any:
-        """Restores the newest checkpoint. `state` has its shapes; its arrays are overwritten."""
+        """Restores the newest checkpoint. `state` gives its shapes, and is overwritten."""
         steps = int(of_first(partial(newest, self.path)).parent.name)
         total = self.agent.args.total_timesteps
         if total < min(steps, self.before[1].total_timesteps):
-            raise UsageError(f"resume: {steps} steps were made, more than {total}")
+            raise UsageError(f"resume: the run has {steps} steps, more than {total}")
         self.first_step, state, about = checkpoints.restore(state)
         self.recent_returns = [math.nan if x is None else x for x in about["returns"]]
         self.lost = about.get("lost", [])
@@ -172,17 +173,17 @@ class RunFolder(AbstractContextManager):
         tracking.write_origin(self.path, self.first_step, self.script)
 
     def write_header(self, writer: Any, own: dict[str, Any] | None = None) -> None:
-        """Writes the flags to the event file of an agent; `own` are those that differ."""
+        """Writes the flags to an agent's event file; `own` are those that differ from the run's."""
         flags = vars(self.run) | vars(self.agent.args) | (own or {})
         tracking.write_header(writer, flags, self.first_step)
 
     def save(
         self, step: int, state: Any, params: Any, recent_returns: Sequence, **agents: Any
     ) -> None:
-        """Saves the state of training after `step`, if the parameters of `act` are finite.
+        """Saves the state of training after `step`. NotFiniteError unless `params` are finite.
 
-        `agents` tells which agents a State has with an axis for them: their number `num_agents`,
-        those that are `lost`, and their values of swept flags, `swept`.
+        `agents` describes the agents of a State with an axis for them: their number `num_agents`,
+        the diverged ones `lost`, and their values of flags, `swept`.
         """
         check_finite(params, self.path)
         if self.checkpoints is None:
@@ -193,7 +194,7 @@ class RunFolder(AbstractContextManager):
 
     @cached_property
     def policy_names(self) -> list[str]:
-        """Names the leaves of a State that the policy needs. It takes longer than to write them."""
+        """Names the leaves that the policy needs. Cached: this takes longer than writing them."""
         return list(agent_file.policy_leaves(self.agent))
 
     def policy_part(self, state: Any) -> dict[str, Any]:
@@ -204,22 +205,22 @@ class RunFolder(AbstractContextManager):
     def save_if_best(
         self, step: int, leaves: dict[str, Any], score: float, own: dict[str, Any] | None = None
     ) -> None:
-        """Saves an agent, unless an earlier one had this score or a higher one.
+        """Saves an agent, if its score is higher than that of the best agent.
 
         Args:
           step: of the evaluation.
           leaves: `policy_part` of a State.
-          score: mean return.
+          score: the mean return.
           own: flags of the algorithm in which this agent differs from args.json.
         """
         if self.best is not None:
             self.best.save_if_better(step, leaves, score, own)
 
     def write_experience(self, state: Any) -> None:
-        """Appends what is new in the replay to the vault, with --save-experience.
+        """Appends the new rows of the replay to the vault, with --save-experience.
 
-        Call it first with the state that `begin` returned: this drops what was written after the
-        checkpoint.
+        Call it first with the state that `begin` returned: this drops rows that were written after
+        the checkpoint.
         """
         if self.vault is not None:
             self.vault.write(protocol.experience(state))
@@ -255,7 +256,7 @@ def check_experience(agent: Any, run: Any) -> None:
 def open_vault(
     agent: Any, state: Any, run: Any, folder: Path, script: Path, env_spaces: dict
 ) -> Any:
-    """Opens the experience on disk with --save-experience, otherwise None."""
+    """Opens the vault of the run with --save-experience, otherwise returns None."""
     if not protocol.saves_experience(agent):
         return None
     from cleanreplay.vault import Vault
@@ -268,7 +269,7 @@ def open_vault(
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks the folder in `with`: no other process trains there. UsageError if one does."""
+    """Locks the folder in `with`. UsageError if another process trains there."""
     with (folder / ".lock").open("a") as file:
         if not disk.lock(file, folder):
             raise UsageError(f"another process trains in {folder}")

@@ -1,8 +1,7 @@
 """Trains one agent in several processes, each of which steps its share of the environments.
 
-Every process runs the `train_loop` of the script. Once an iteration they exchange what their
-environments did, and all learn the same from the same. So each has the State, and the numbers are
-those of a single process.
+Every process runs the `train_loop` of the script. Once an iteration they exchange their rollouts,
+and all learn from the same data. So each has the same State, equal to that of a single process.
 """
 
 import signal
@@ -20,11 +19,11 @@ from cleanreplay import disk, distributed
 from cleanreplay.errors import LostProcessError, UsageError
 from cleanreplay.protocol import Log
 
-CHECKSUM, STOP, FAILED, FINISHED = range(4)  # numbers that travel with a rollout
+CHECKSUM, STOP, FAILED, FINISHED = range(4)  # numbers that are sent with a rollout
 
 
 def divide(num_envs: int) -> list[slice]:
-    """Divides N environments over the processes. The first ones have one more, if it is uneven."""
+    """Divides N environments over the processes. With a remainder the first ones get one more."""
     processes = jax.process_count()
     if num_envs < processes:
         raise UsageError(f"num_envs must be {processes} or more: each process steps at least one")
@@ -33,7 +32,7 @@ def divide(num_envs: int) -> list[slice]:
 
 
 def make_envs(make: Callable, num_envs: int, video_folder: str = "", training: bool = False) -> Any:
-    """Makes N environments: for training a `Share` of them."""
+    """Makes N environments, or for training a `Share` of them."""
     if training:
         return Share(partial(make, training=True), num_envs)
     return make(num_envs, video_folder)
@@ -42,7 +41,7 @@ def make_envs(make: Callable, num_envs: int, video_folder: str = "", training: b
 class Share(gym.vector.VectorWrapper):
     """N environments, of which this process steps its own. The rows of the others are zero.
 
-    So a script has arrays of the shapes, steps and random numbers of a single process.
+    So a script's arrays, steps and random numbers are as in a single process.
     """
 
     def __init__(self, make_envs: Callable, num_envs: int) -> None:
@@ -55,8 +54,8 @@ class Share(gym.vector.VectorWrapper):
     num_envs = property(lambda self: self.total)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the environments of this process have, such as `call` and `set_attr`."""
-        if name == "env":  # before it is there
+        """Returns an attribute of this process's environments, such as `call` and `set_attr`."""
+        if name == "env":  # before it is set
             raise AttributeError(name)
         return getattr(self.env, name)
 
@@ -78,17 +77,17 @@ class Share(gym.vector.VectorWrapper):
 
 
 class Exchange:
-    """Stands in for a compiled `train_step`: gathers the rollouts of all processes, and learns.
+    """Replaces a compiled `train_step`: gathers the rollouts of all processes, and learns.
 
-    The thread that learns communicates, and no other one at that time. So all else that processes
-    tell each other travels with the rollout.
+    Only one thread may communicate at a time, and it is the one that learns. So all other messages
+    between processes are sent with the rollout.
 
     Args:
       learn: the compiled `train_step`, of this process alone.
       envs: the `Share` that trains.
-      frame_stack: K, of which only the newest frame travels.
+      frame_stack: K; only the newest frame of a stack is sent.
       signals: those of this process.
-      log: whose `finish` may have been called, in one of the processes.
+      log: its `finish` may be called in any of the processes.
     """
 
     def __init__(
@@ -104,11 +103,11 @@ class Exchange:
         self.checksum = 0  # of the parameters at the last checkpoint
         self.rollout: Any = None  # [S, N, ...] of all processes
         self.successes: list = []  # of the episodes that ended in it
-        self.stop: list = []  # a signal that one of the processes was sent
+        self.stop: list = []  # a signal that one of the processes received
         self.sent: list[np.ndarray] = []  # by this process
 
     def __call__(self, state: Any, rollout: Any, key: Any, step: int, *more: Any) -> tuple:
-        """Learns from a rollout of all processes; `more` is the observation that follows it."""
+        """Learns from the rollouts of all processes; `more` is the observation after a rollout."""
         seen = rollout.observation
         seen = np.concatenate([seen, *[np.asarray(x, seen.dtype)[None] for x in more]])
         if self.frame_stack > 1:
@@ -122,7 +121,7 @@ class Exchange:
         return self.learn(state, self.rollout, key, step, *rest)
 
     def end(self, error: Any) -> None:
-        """Ends the run of this process: waits for the others, or tells them of an error here."""
+        """Ends the run of this process: waits for the others, or sends them an error."""
         if isinstance(error, LostProcessError) or (error and not self.sent):
             return
         self.sent = self.sent or [np.zeros(4, int)]  # of a run that was complete at its start
@@ -136,7 +135,7 @@ class Exchange:
             print(f"process {own}: the run has ended", file=sys.__stdout__, flush=True)
 
     def gather(self, rollout: Any) -> Any:
-        """Gathers the rows [S, N, ...] of all processes, and what else they tell each other."""
+        """Gathers the rows [S, N, ...] of all processes, and their other messages."""
         leaves, structure = jax.tree.flatten(rollout)
         own = self.slices[jax.process_index()]
         width = self.slices[0].stop  # of the largest share: the others are padded
@@ -180,7 +179,7 @@ class Exchange:
 
 
 def all_gather(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Gathers arrays that have the same shapes and dtypes in all P processes: [P, ...] of each."""
+    """Gathers arrays of the same shapes and dtypes from all P processes: [P, ...] of each."""
     arrays = [np.ascontiguousarray(x) for x in arrays]
     sent = np.concatenate([x.reshape(-1).view(np.uint8) for x in arrays])
     received = distributed.gather(sent)
@@ -201,14 +200,14 @@ def checksum(params: Any) -> int:
 
 
 def check(told: np.ndarray) -> None:
-    """Raises an error in all processes if one of them failed, or has learned other parameters.
+    """Raises an error in all processes if one of them failed, or learned different parameters.
 
-    `told` [P, 4] are the numbers that travel with a rollout.
+    `told` [P, 4] are the numbers that were sent with a rollout.
     """
     failed = np.flatnonzero(told[:, FAILED])
     if failed.size > 0:
-        raise LostProcessError(f"distributed: process {failed[0]} failed, and prints why")
+        raise LostProcessError(f"distributed: process {failed[0]} failed, see its output")
     others = np.flatnonzero(told[:, CHECKSUM] != told[0, CHECKSUM])
     if others.size > 0:
-        text = f"process {others[0]} has learned other parameters than the first one"
+        text = f"the parameters of process {others[0]} differ from those of the first process"
         raise UsageError(f"distributed: {text}: all need processors of one kind")

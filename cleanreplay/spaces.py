@@ -1,7 +1,7 @@
-"""Writes the spaces that an agent is made for as JSON: it loads without its environment.
+"""Writes the spaces of an agent as JSON, so that it loads without its environment.
 
-A space other than Box, Discrete and MultiDiscrete is None. For it `load_policy` makes
-the environment.
+Spaces other than Box, Discrete and MultiDiscrete are None: `load_policy` then makes the
+environment.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def of_envs(envs: gym.vector.VectorEnv) -> dict:
 
 
 def entries_of(space: Space) -> dict | None:
-    """Lists the names in a Dict, in order, each with those in its entry; None for other spaces."""
+    """Lists the names in a Dict in order, each with the names in its entry; None if no Dict."""
     if not isinstance(space, Dict):
         return None
     return {name: entries_of(part) for name, part in space.spaces.items()}
@@ -48,7 +48,7 @@ def bounds(values: np.ndarray) -> Any:
 
 
 def from_json(about: dict) -> Space:
-    """Makes the space of which `to_json` made this."""
+    """Makes the space that `to_json` wrote."""
     if "n" in about:
         return Discrete(about["n"], start=about["start"])
     if "nvec" in about:

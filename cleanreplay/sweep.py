@@ -1,10 +1,10 @@
-"""Gives the agents of a compiled run hyperparameters of their own: the flag --sweep.
+"""Gives each agent of a compiled run its own hyperparameters: the flag --sweep.
 
-    --sweep learning_rate=1e-4,1e-3 gamma=0.95,0.99     # a grid: four settings
-    --sweep learning_rate:gamma=1e-4:0.95,1e-3:0.99     # two settings, each of two values
+    --sweep learning_rate=1e-4,1e-3 gamma=0.95,0.99     # a grid: four configurations
+    --sweep learning_rate:gamma=1e-4:0.95,1e-3:0.99     # two configurations of two values
 
-Each setting is trained with each seed. The algorithm is not changed for this: inside the compiled
-program each agent is made from flags whose swept values are traced numbers.
+Each configuration is trained with each seed. The algorithm is not changed for this: inside the
+compiled program each agent is made from flags whose swept values are traced numbers.
 """
 
 import itertools
@@ -23,15 +23,15 @@ from cleanreplay import flags
 from cleanreplay.errors import UsageError
 
 ALONE = "start a run for each value instead, see docs/scale.md"
-# Flags whose value in args.json is that of the whole run, and what they are of an agent alone.
+# Flags that describe the whole run in args.json, and their values for an agent alone.
 OF_ONE = {"num_seeds": 1, "sweep": ()}
 
 
 class Sweep:
-    """The agents of a run: first all seeds of the first setting, then those of the next one.
+    """The agents of a run: all seeds of the first configuration, then all of the next, and so on.
 
-    Without --sweep there is one setting, that of the flags. Raises UsageError for flags that cannot
-    be swept, or values that they cannot have.
+    Without --sweep the flags are the only configuration. Raises UsageError for flags that cannot be
+    swept, and for invalid values.
     """
 
     def __init__(self, args: Any, run: Any) -> None:
@@ -45,7 +45,7 @@ class Sweep:
             name: np.repeat(np.array([x[name] for x in self.settings], np.float32), run.num_seeds)
             for name in self.settings[0]
         }
-        self.lost: set[int] = set()  # agents of a sweep whose numbers are not finite any more
+        self.lost: set[int] = set()  # agents of a sweep that diverged
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -56,17 +56,17 @@ class Sweep:
         return self.settings[setting], self.run.seed + seed
 
     def first_left(self) -> int:
-        """Returns the first agent whose numbers are finite."""
+        """Returns the first agent that has not diverged."""
         return min(set(range(len(self))) - self.lost)
 
     def about(self) -> dict[str, Any]:
-        """Returns what a checkpoint tells about the agents, as JSON."""
+        """Returns the description of the agents in a checkpoint, as JSON."""
         values = [self.of_agent(i)[0] for i in range(len(self))]
         swept = {name: [x[name] for x in values] for name in self.values}
         return {"num_agents": len(self), "lost": sorted(self.lost), "swept": swept}
 
     def label(self, i: int) -> str:
-        """Returns what a line calls agent `i`, such as `seed 1` or `gamma=0.99, seed 1`."""
+        """Returns the name of agent `i` in messages, such as `seed 1` or `gamma=0.99, seed 1`."""
         values, seed = self.of_agent(i)
         return ", ".join([*in_words(values), f"seed {seed}"])
 
@@ -78,7 +78,7 @@ class Sweep:
         return run_folder / f"seed_{seed}" if i > 0 else run_folder
 
     def flags(self, i: int) -> tuple[dict, dict]:
-        """Returns what flags of the experiment, and of the algorithm, agent `i` has of its own.
+        """Returns agent `i`'s own flags of the experiment, and of the algorithm.
 
         A run with these flags trains this agent alone.
         """
@@ -86,7 +86,7 @@ class Sweep:
         return OF_ONE | {"seed": seed}, values
 
     def check(self, trace: Callable) -> None:
-        """Raises UsageError for a flag that has one value in a compiled program.
+        """Raises UsageError for a flag that must be constant in a compiled program.
 
         `trace(values)` makes an agent with these values and returns what it has learned.
         """
@@ -95,16 +95,16 @@ class Sweep:
                 program = jax.make_jaxpr(trace)({name: np.float32(1)}).jaxpr
             except (jax.errors.JAXTypeError, TypeError) as error:
                 why = "a shape, a number of steps or a branch of the program depends on it"
-                text = f"sweep: {name} has one value in a program, because {why}: {place(error)}"
+                text = f"sweep: {name} must be constant in a program, because {why}: {place(error)}"
                 raise UsageError(f"{text}; {ALONE}") from error
             used = [x for equation in program.eqns for x in equation.invars]
             if not any(x is program.invars[0] for x in [*used, *program.outvars]):
-                why = "it is not used with the other flags, or has one value in a program"
+                why = "it is not used with the other flags, or is constant in a program"
                 raise UsageError(f"sweep: {name} changes nothing: {why}; {ALONE}")
 
 
 def in_words(values: dict[str, float]) -> list[str]:
-    """Writes flags with their values, such as gamma=0.99: with six digits, if it has no more."""
+    """Writes flags with their values, such as gamma=0.99: six digits if these are exact, or all."""
     texts = {name: f"{value:g}" for name, value in values.items()}
     return [
         f"{name}={text if float(text) == values[name] else values[name]}"
@@ -113,15 +113,15 @@ def in_words(values: dict[str, float]) -> list[str]:
 
 
 def replace_args(make_agent: partial, values: dict) -> partial:
-    """Gives `make_agent`, whose first argument is Args, these values of some flags."""
+    """Replaces values of flags in Args, the first argument of `make_agent`."""
     args, *rest = make_agent.args
     return partial(make_agent.func, replace(args, **values), *rest, **make_agent.keywords)
 
 
 def make_settings(items: Sequence[str], args: Any) -> list[dict[str, float]]:
-    """Lists the values of each setting; the last item changes fastest. One, empty, of no items.
+    """Lists the values of each configuration; the last item changes fastest. [{}] without items.
 
-    UsageError if a flag is there twice, or a setting.
+    UsageError if a flag or a configuration appears twice.
     """
     lists = [read_item(item, args) for item in items]
     names = [name for item in items for name in names_in(item)]
@@ -133,7 +133,7 @@ def make_settings(items: Sequence[str], args: Any) -> list[dict[str, float]]:
     for what in (names, labels):
         for name in what:
             if what.count(name) > 1:
-                raise UsageError(f"sweep: {name} is there twice")
+                raise UsageError(f"sweep: {name} appears twice")
     return settings
 
 
@@ -159,7 +159,7 @@ def read_item(item: str, args: Any) -> list[dict[str, float]]:
 
 
 def check_name(name: str, args: Any) -> None:
-    """Raises UsageError if there is no such flag of the algorithm, or if it is no float."""
+    """Raises UsageError if the algorithm has no such flag, or if it is no float."""
     types = get_type_hints(type(args))
     if name not in types:
         near = get_close_matches(name, types, 1)
@@ -171,7 +171,7 @@ def check_name(name: str, args: Any) -> None:
 
 
 def read_value(name: str, text: str, args: Any) -> float:
-    """Reads a value of a flag. UsageError if it is no number, or beyond the limits of the flag."""
+    """Reads a flag's value. UsageError if it is not a number, or is beyond the flag's limits."""
     try:
         value = float(text)
     except ValueError as error:
@@ -181,7 +181,7 @@ def read_value(name: str, text: str, args: Any) -> float:
 
 
 def place(error: Exception) -> str:
-    """Returns the line of a script, or of this package, in which an error was raised."""
+    """Returns the line of a script, or of this package, that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "site-packages" not in frame.filename]
     last = (ours or frames)[-1]

@@ -1,4 +1,4 @@
-"""Serves the terminal of a run: its signals, and streams that nobody reads any more."""
+"""Handles signals, and output streams that nobody reads any more."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 def noted_signals(stop: list, has_processes: bool) -> Iterator[None]:
     """Appends Ctrl-C, SIGTERM and SIGHUP to `stop` in `with`, which ends the run.
 
-    A second of the same kind ends the process. What was ignored stays ignored, as under nohup.
+    A second signal of a kind ends the process. Ignored signals stay ignored, as under nohup.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -28,7 +28,7 @@ def noted_signals(stop: list, has_processes: bool) -> Iterator[None]:
         stop.append(number)
         signal.signal(number, signal.SIG_DFL)
         with suppress(OSError):  # the terminal may be gone
-            os.write(2, STOPPING)  # print could be interrupted while it prints
+            os.write(2, STOPPING)  # the signal may have interrupted a print
 
     before = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -43,21 +43,22 @@ def noted_signals(stop: list, has_processes: bool) -> Iterator[None]:
 
 
 def ignore_in_processes(numbers: list) -> None:
-    """Processes of environments will ignore these signals, which reach a whole group.
+    """Makes the processes of environments ignore these signals, which reach a whole group.
 
-    Training needs them until it ends. Windows has neither such groups nor a fork server.
+    Training needs the environments until it ends. Windows has neither such groups nor a fork
+    server.
     """
     if sys.platform == "win32":
         return
     from multiprocessing import forkserver
 
     for number in numbers:
-        signal.signal(number, signal.SIG_IGN)  # inherited by the process that makes them
+        signal.signal(number, signal.SIG_IGN)  # the fork server inherits it
     forkserver.ensure_running()
 
 
 class Stream:
-    """A stream of text that is given up as soon as it cannot be written to."""
+    """A stream of text whose output is dropped once it cannot be written."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -66,16 +67,16 @@ class Stream:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Writes a text, or from the first failure on nothing."""
+        """Writes a text, and nothing after the first failure."""
         self.attempt(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Writes what was kept back."""
+        """Flushes the stream."""
         self.attempt(self.stream.flush)
 
     def attempt(self, function: Callable, *given: Any) -> None:
-        """Calls a function of the stream. If it fails, all that is written goes nowhere."""
+        """Calls a function of the stream. If it fails, sends all later output to os.devnull."""
         try:
             function(*given)
         except OSError:
@@ -85,7 +86,7 @@ class Stream:
 
 
 def give_up_dead_streams() -> None:
-    """Makes a closed terminal, or a pipe that nobody reads, raise no error from now on."""
+    """Drops output to a closed terminal, or to a pipe that nobody reads, instead of raising."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Stream):

@@ -1,4 +1,4 @@
-"""Records where a run comes from in `run.json`, and its flags in TensorBoard and with `--track` in
+"""Records the origin of a run in `run.json`, and its flags in TensorBoard and with `--track` in
 Weights & Biases.
 """
 
@@ -27,9 +27,9 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "gymnasium", "numpy")
 
 
 def init_wandb(name: str, flags: dict[str, Any]) -> None:
-    """Begins the run `name` in Weights & Biases, or resumes it. It follows the event files.
+    """Begins or resumes the run `name` in Weights & Biases, which then reads the event files.
 
-    The environment variables WANDB_PROJECT and WANDB_ENTITY say where.
+    The environment variables WANDB_PROJECT and WANDB_ENTITY set its place.
     """
     try:
         import wandb
@@ -42,7 +42,7 @@ def init_wandb(name: str, flags: dict[str, Any]) -> None:
 
 
 def log_videos(folder: Path, begin: int) -> None:
-    """Gives the videos that were recorded after step `begin` to Weights & Biases."""
+    """Sends the videos that were recorded after step `begin` to Weights & Biases."""
     import wandb
 
     for video in sorted(folder.glob("videos/*/*.mp4")):
@@ -54,7 +54,7 @@ def log_videos(folder: Path, begin: int) -> None:
 def write_header(writer: Any, flags: dict[str, Any], begin: int) -> None:
     """Writes the flags to an event file, as a text and for the page HPARAMS.
 
-    TensorBoard drops points of others after step `begin`.
+    TensorBoard then drops points after step `begin` from other event files.
     """
     table = "|flag|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in flags.items())
     plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in flags.items()}
@@ -72,10 +72,10 @@ def write_header(writer: Any, flags: dict[str, Any], begin: int) -> None:
 
 
 def let_events_follow(folder: Path) -> None:
-    """Renames the event files of a run that are newer than the clock, as after it was set back.
+    """Renames the event files of a run that are newer than the clock, as if it was set back.
 
-    TensorBoard reads the files of a folder in the order of their names, which begin with the
-    second, and drops what a resume has logged if its file comes first.
+    TensorBoard reads event files in the order of the times in their names. It would drop the points
+    of a resumed run if its file came first.
     """
     for place in {file.parent for file in folder.rglob("events.out.tfevents.*")}:
         last = int(time.time()) - 1
@@ -87,7 +87,7 @@ def let_events_follow(folder: Path) -> None:
 
 
 def write_origin(folder: Path, begin: int, script: Path) -> None:
-    """Adds to run.json with what `script` trains from step `begin` on: one entry a resume."""
+    """Adds an entry to run.json: with what `script` trains from step `begin` on."""
     file = folder / "run.json"
     starts = read_origin(file)
     commit = ""
@@ -113,7 +113,7 @@ def write_origin(folder: Path, begin: int, script: Path) -> None:
 
 
 def read_origin(file: Path) -> list:
-    """Returns what run.json says. A damaged one is moved aside: the run does not depend on it."""
+    """Reads run.json. Moves a damaged file aside, because the run does not depend on it."""
     try:
         starts = json.loads(file.read_text())
         if isinstance(starts, list):

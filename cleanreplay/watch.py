@@ -26,17 +26,17 @@ from cleanreplay.flags import check_flag
 
 MOST_FRAMES = 25  # per second of a file
 NO_SCREEN = ("dummy", "offscreen")  # drivers of SDL
-PIXELS = 300  # smaller pictures get larger pixels, up to this height or width
+PIXELS = 300  # smaller pictures are enlarged, up to this height or width
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What is shown, and where."""
+    """The flags of this program."""
 
     agent: tyro.conf.Positional[str]  # folder of a run, or file of an agent
     output: str = ""  # file that ends in .gif or .mp4; without it a window, or a GIF
     episodes: int = 1  # number of episodes
-    seed: int = 0  # of the first episode; the others have the seeds after it
+    seed: int = 0  # of the first episode; later episodes have the next seeds
     script: str = ""  # file that trained the agent, if it was moved
 
 
@@ -70,7 +70,7 @@ def watch(flags: Flags) -> list[float]:
 
 
 def output_of(flags: Flags) -> Path | None:
-    """Returns the file that is written, None for a window. UsageError if it is of no known kind."""
+    """Returns the file to write, None for a window. UsageError if it cannot be written."""
     agent = Path(flags.agent)
     if flags.output:
         output = Path(flags.output)
@@ -83,7 +83,7 @@ def output_of(flags: Flags) -> Path | None:
     if not os.access(output.absolute().parent, os.W_OK):
         raise UsageError(f"output: {output.parent} is no folder that can be written")
     try:
-        import moviepy  # noqa: F401  which writes it
+        import moviepy  # noqa: F401  needed to write it
     except ModuleNotFoundError as error:
         raise UsageError(f"output: pip install {error.name}") from error
     return output
@@ -92,7 +92,7 @@ def output_of(flags: Flags) -> Path | None:
 def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
     """Returns an environment, and a function that draws it after an observation [1, ...].
 
-    One that does not render is drawn as the agent sees it. UsageError if that is no image.
+    If it does not render, the observation is drawn. UsageError if that is no image.
     """
     agent, script, args, run = loaded.agent, loaded.script, loaded.args, loaded.run
     kwargs = json.dumps(json.loads(run.env_kwargs) | {"render_mode": mode})
@@ -102,12 +102,12 @@ def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
     example = agent.example_step.observation
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of modes that an environment does not know
+            warnings.simplefilter("ignore")  # about unknown render modes
             envs = script.make_envs(args, replace(run, env_kwargs=kwargs, vectorization="sync"), 1)
         if envs.single_observation_space.shape != example.shape:
-            raise ValueError(f"drawn, it observes {envs.single_observation_space}")
+            raise ValueError(f"when it renders, it observes {envs.single_observation_space}")
         envs.reset()
-        if mode == "human":  # a step draws it
+        if mode == "human":  # each step draws
             check_window()
             return envs, lambda observation: None
         if envs.render()[0] is None:
@@ -127,18 +127,18 @@ def make_drawn(loaded: policies.Loaded, mode: str) -> tuple[Any, Callable]:
 
 
 def check_window() -> None:
-    """Raises ValueError if pygame draws to no screen, which it does without a word."""
+    """Raises ValueError if pygame has no screen, about which it is silent."""
     pygame = sys.modules.get("pygame")
     driver = pygame.display.get_driver() if pygame and pygame.display.get_init() else ""
     if driver in NO_SCREEN and driver != os.environ.get("SDL_VIDEODRIVER"):
-        raise ValueError("there is no screen: --output agent.gif writes a file")
+        raise ValueError("no screen was found: --output agent.gif writes a file")
 
 
 def play(
     agent: Any, params: Any, envs: Any, seed: int, max_steps: int, draw: Callable
 ) -> tuple[list, float]:
     """Plays an episode of one environment: pictures, one more than its steps, and the return."""
-    act = protocol.policy(agent, params)  # with an empty memory
+    act = protocol.policy(agent, params)  # with a new recurrent state
     observation, _ = envs.reset(seed=seed)
     pictures = [draw(observation)]
     episodic_return = 0.0
@@ -153,10 +153,10 @@ def play(
 
 
 def as_picture(observation: Any) -> np.ndarray:
-    """Returns what the agent sees [1, ...] as a picture [H, W, 3] of the newest frame.
+    """Converts an observation [1, ...] to a picture [H, W, 3] of the newest frame.
 
-    Grey and coloured images are as they are. Other channels are planes: each has a colour, and the
-    last one that is not 0 is seen. Of more planes of uint8, as in stacks, the last is grey.
+    Grey and coloured images are unchanged. Planes of bool each get a colour, and the last plane
+    that is True is on top. Of more channels of uint8, as in stacks, the last is shown in grey.
     """
     x = np.asarray(networks.channels_last(jax.numpy.asarray(observation)))[0]
     if x.dtype == bool:

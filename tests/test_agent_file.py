@@ -68,7 +68,7 @@ def test_a_script_that_was_moved_is_in_the_working_directory():
     save_agent(dqn_jax)
     wanted = load_policy(BEST)(OBSERVATIONS)
     rewrite(BEST, script="/gone/moved_dqn.py")
-    with pytest.raises(UsageError, match=r"no script .*moved_dqn.py: say where"):
+    with pytest.raises(UsageError, match=r"no script .*moved_dqn.py: give its place"):
         load_policy(BEST)
     shutil.copy(dqn_jax.__file__, "moved_dqn.py")
 
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_one_line(read, name, damage, word):
 def test_a_leaf_that_is_damaged_is_named():
     save_agent(dqn_jax)
     flip_a_bit(Path(BEST), "params/params/q/bias")
-    with pytest.raises(UsageError, match=r"is damaged, .*q/bias has another checksum"):
+    with pytest.raises(UsageError, match=r"is damaged, .*q/bias has a different checksum"):
         load_policy(BEST)
 
 

@@ -79,7 +79,7 @@ def test_a_circular_buffer_is_a_deque(cursor, operations):
 
 SEQUENCES = [
     Windows(7, length=3),
-    Windows(6, length=5, period=3),  # at times full with nothing to draw
+    Windows(6, length=5, period=3),  # at times full with nothing to sample
     Windows(6, envs=3, length=3, period=2),
 ]
 
@@ -104,7 +104,7 @@ def test_windows_drawn_are_the_valid_ones(shape, before_wrap, added):
         assert 0 <= state.cursor < shape.modulus
         assert replay.can_sample(state) == bool(valid)
         if not valid:
-            with pytest.raises(ValueError, match="nothing to draw"):
+            with pytest.raises(ValueError, match="nothing to sample"):
                 replay.sample(state, KEY, 1024)
             continue
         sample = replay.sample(state, jax.random.key(total), 1024)

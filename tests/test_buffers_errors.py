@@ -146,7 +146,7 @@ MISTAKES = [
 ]
 # Mistakes in values: of each function one is tried under checkify.
 IN_DEBUG = [
-    ("empty items", "sample", (KEY, 2), ValueError, "sample: nothing to draw, 0 items held"),
+    ("empty items", "sample", (KEY, 2), ValueError, "sample: nothing to sample, 0 items held"),
     ("empty sequences", "add_and_sample", (ROWS, KEY, 2), ValueError, "2 items held"),
     ("circular", "pop", (4,), ValueError, "4 items asked for, but 3 held"),
     ("circular", "get", ([0, 3],), ValueError, "get: indices must be from 0 (oldest) to size - 1"),

@@ -154,17 +154,17 @@ def of_file(damage, name="state.safetensors"):
 
 DAMAGES = {name: (of_file(damage), word) for name, (damage, word) in DAMAGE.items()}
 DAMAGES |= {
-    "a bit": (of_file(lambda file: flip_a_bit(file, "step")), "step has another checksum"),
+    "a bit": (of_file(lambda file: flip_a_bit(file, "step")), "step has a different checksum"),
     "no file": (of_file(Path.unlink), "FileNotFound"),
     "no chunk": (of_file(Path.unlink, "ring/0*"), "ring"),
     "a chunk cut off": (of_file(DAMAGE["cut off"][0], "ring/0*"), "ring"),
-    "swapped chunks": (swap_chunks, "ring has another checksum"),
+    "swapped chunks": (swap_chunks, "ring has a different checksum"),
 }
 
 
 @pytest.mark.parametrize(("damage", "word"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_moved_aside(damage, word, capsys):
-    """The run goes on from the one before it."""
+    """The run continues from the checkpoint before it."""
     saver = saved(100, 200)
     damage(Path("run/checkpoints/200"))
     step, state, _ = saver.restore(zeros())

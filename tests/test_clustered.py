@@ -56,7 +56,7 @@ def test_each_cluster_holds_its_newest(kind, added):
         assert int(replay.size(state)) == len(held)
         assert bool(replay.can_sample(state)) == bool(held)
         if not held:
-            with pytest.raises(ValueError, match="nothing to draw"):
+            with pytest.raises(ValueError, match="nothing to sample"):
                 replay.sample(state, jax.random.key(0), 512)
             continue
         sample = replay.sample(state, jax.random.key(total), 512)

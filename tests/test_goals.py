@@ -234,7 +234,7 @@ MISTAKES = [
     (TwoShapes, 0.5, "no goals"),
     (NeedsInfo, 0.5, "KeyError: 'crashed'"),
     (lambda: Given(Dict(image=IMAGE, achieved_goal=IMAGE)), 0.5, "images"),
-    (Reach, 0.001, "not one window"),
+    (Reach, 0.001, "less than 1 sequence"),
     (lambda: TransformReward(Reach(), lambda reward: 10 * reward), 0.5, "TransformReward may"),
 ]
 
@@ -262,7 +262,7 @@ def test_the_environment_that_is_asked_is_reset_and_open():
 
 def test_a_small_part_of_a_small_batch_of_data_is_refused():
     args = sac_jax.Args(her_fraction=0.1, batch_size=16, offline_data="x", offline_fraction=0.25)
-    with pytest.raises(UsageError, match="of 4 is not one window"):
+    with pytest.raises(UsageError, match="of 4 is less than 1 sequence"):
         goals.find_goals(args, wrap(SyncVectorEnv([Reach]), 1), None)
 
 

@@ -170,7 +170,7 @@ def test_a_batch_over_the_only_window_cannot_be_drawn_from():
     state = replay.add_batch(replay.init(0.0), np.arange(4, dtype=np.float32))
 
     assert replay.can_sample(state)
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="nothing to sample"):
         replay.add_and_sample(state, np.ones(1, np.float32), jax.random.key(0), 3)
 
 
@@ -253,7 +253,7 @@ def assert_priorities_are(model, shape, state, total):
     np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=0)
 
 
-# With windows of 5 steps it is at times full with nothing to draw.
+# With windows of 5 steps it is at times full with nothing to sample.
 @pytest.mark.parametrize(
     "shape",
     [Windows(7), Windows(6, length=5, period=3), Windows(20, envs=3, length=3, period=2)],

@@ -130,7 +130,7 @@ MISTAKES = [
     (lambda saved: check(saved, seed=2), "seed must stay 1"),
     (lambda saved: check(saved, num_seeds=2), "num_seeds must stay 1"),
     (lambda saved: check(saved, sweep=("gamma=0,1",)), "sweep must stay"),
-    (lambda saved: saved.train(total_timesteps=150), "200 steps were made, more than 150"),
+    (lambda saved: saved.train(total_timesteps=150), "the run has 200 steps, more than 150"),
     (lambda saved: saved._replace(script=per_dqn_jax).train(double_q=False), "replay"),
     (lambda saved: saved.train(resume=f"{saved.folder}/best.safetensors"), "--init-from"),
     (lambda saved: saved.train(resume=f"{saved.folder}/checkpoints"), "folder of a run"),

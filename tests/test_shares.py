@@ -310,7 +310,7 @@ def test_an_environment_that_fails_in_one_process_ends_all(tmp_path):
     (code, err), (failed_code, failed_err) = ended(processes, time.monotonic())
 
     assert (code, failed_code) == (2, 1)
-    assert err.strip().splitlines()[-1] == "error: distributed: process 1 failed, and prints why"
+    assert err.strip().splitlines()[-1] == "error: distributed: process 1 failed, see its output"
     assert "RuntimeError: broken" in failed_err
     assert checkpoints.steps_in(only_run(tmp_path)) == [1_280]
 

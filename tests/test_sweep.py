@@ -56,9 +56,9 @@ MISTAKES = [
     (["gamma=0.9,"], "not ''"),
     (["gamma"], "must be written as"),
     (["gamma:tau=0.9:1,0.8"], "must be written as"),
-    (["gamma=0.9", "gamma:tau=0.8:1"], "gamma is there twice"),
-    (["gamma:gamma=0.9:0.8"], "gamma is there twice"),
-    (["gamma=0.9,0.90", "tau=0.5"], "gamma=0.9, tau=0.5 is there twice"),
+    (["gamma=0.9", "gamma:tau=0.8:1"], "gamma appears twice"),
+    (["gamma:gamma=0.9:0.8"], "gamma appears twice"),
+    (["gamma=0.9,0.90", "tau=0.5"], "gamma=0.9, tau=0.5 appears twice"),
 ]
 
 
@@ -121,7 +121,7 @@ REFUSED = {
 EXAMPLES = [
     (per_dqn_jax, "her_fraction", "her_fraction changes nothing"),
     (per_dqn_jax, "exploration_fraction", "per_dqn_jax.py, line"),
-    (per_dqn_jax, "priority_exponent", "priority_exponent has one value in a program"),
+    (per_dqn_jax, "priority_exponent", "priority_exponent must be constant in a program"),
     (sac_jax, "alpha", "alpha changes nothing"),  # it is tuned
 ]
 

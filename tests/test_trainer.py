@@ -111,7 +111,7 @@ def test_of_a_sweep_the_other_agents_go_on_until_none_is_left(capsys):
     with pytest.raises(FloatingPointError, match=r"the reward is not finite: gamma=0\.7, seed 1"):
         check(finite, 400, 100, sweep, run)
 
-    where = "gamma=0.8, seed 1, between steps 100 and 200; the other agents go on"
+    where = "gamma=0.8, seed 1, between steps 100 and 200; the other agents continue"
     assert lines == [f"runs/here: diverged, parameters are not finite: {where}"]
     assert lost == {1}
 

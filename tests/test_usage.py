@@ -220,7 +220,7 @@ def test_a_replay_larger_than_the_memory_is_one_line(run_main, monkeypatch):
     monkeypatch.setattr(flags, "memory_limits", lambda: [10**9, 200_000_000])
     line = one_line(run_main(dqn_jax, "--buffer-size", "10000000"))
 
-    assert line.endswith("buffer_size: replay, data and networks need 0.3 GB, and there are 0.2 GB")
+    assert line.endswith("buffer_size: replay, data and networks need 0.3 GB, of 0.2 GB in all")
     assert not Path("runs").exists()
 
 
@@ -229,7 +229,7 @@ def test_a_replay_larger_than_a_gpu_names_its_variables(monkeypatch):
     monkeypatch.setattr(flags.jax, "local_devices", lambda: [gpu])
     flags.check_memory(lambda: jnp.zeros(10**9))
 
-    need = "need 4.4 GB, and there are 4.0 GB.*XLA_PYTHON_CLIENT_MEM_FRACTION.*PREALLOCATE"
+    need = "need 4.4 GB, of 4.0 GB in all.*XLA_PYTHON_CLIENT_MEM_FRACTION.*PREALLOCATE"
     with pytest.raises(UsageError, match=need):
         flags.check_memory(lambda: jnp.zeros(11 * 10**8))
 

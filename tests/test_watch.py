@@ -195,5 +195,5 @@ def test_a_screen_that_is_not_there_is_an_error(monkeypatch):
     save_agent(dqn_jax, "CartPole-v1")
     monkeypatch.setenv("DISPLAY", ":99")
     monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
-    with pytest.raises(UsageError, match=r"there is no screen: --output agent.gif"):
+    with pytest.raises(UsageError, match=r"no screen was found: --output agent.gif"):
         watch.watch(Flags("."))
