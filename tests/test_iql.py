@@ -184,7 +184,7 @@ def test_a_run_begins_online_with_what_data_have_taught():
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (dict(offline_data=""), "give their file"),
+        (dict(offline_data=""), "give a file or folder"),
         (dict(offline_fraction=0.5, learning_starts=1), "learning_starts"),
     ],
 )
