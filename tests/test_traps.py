@@ -1,4 +1,4 @@
-"""What a user who edits a copy of a script may get wrong: it works, or an error says what to do."""
+"""What users may get wrong in a copy of a script: it works, or an error tells what to do."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ def train(script, **flags):
 
 
 def trace(script):
-    """Traces the compiled program of a script, which is not run."""
+    """Traces the compiled program of a script without running it."""
     run = script.Run(env_id="phys2d/CartPole-v1", log_interval=100)
     trainer = make_trainer(script, script.Args(**SMALL_DQN), run)
     return jax.eval_shape(trainer.first_entry, {})
@@ -55,7 +55,7 @@ OWN = 'metrics["losses/own"] = %s\n        metrics["charts/epsilon"]'
 
 
 def test_a_field_of_step_and_a_metric_can_be_added():
-    """The metric is logged before the first gradient step, too."""
+    """The metric is also logged before the first gradient step."""
     metric = ('metrics["charts/epsilon"]', OWN % "step + rollout.cost.mean()")
     script = edited(dqn_jax, FIELD, EXAMPLE, FILLED, metric)
     state, _, folder = train(script)
@@ -95,7 +95,7 @@ FOURTH = (
 
 
 def test_train_step_may_return_a_fourth_value():
-    """It is there where the environments fail and the state is saved, and in compiled runs."""
+    """It does so if environments fail and the state is saved, and in compiled runs."""
     script = edited(dqn_jax, *FOURTH)
     trace(script)
     with pytest.raises(RuntimeError, match="broken"):
