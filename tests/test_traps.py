@@ -48,7 +48,7 @@ def test_a_flag_of_any_type_is_kept_by_a_resume(run_main):
     assert kept.bounds == (-1.5, 2.0)
 
 
-FIELD = ("    valid: Any  # False if the step only resets", "    valid: Any\n    cost: Any")
+FIELD = ("    valid: Any  # False for an autoreset step", "    valid: Any\n    cost: Any")
 EXAMPLE = ("action=np.int32(0))\n", "np.int32(0), np.float32(0))\n")
 FILLED = ("truncations, valids = rollout", "truncations, valids, costs = rollout\n    costs[:] = 7")
 OWN = 'metrics["losses/own"] = %s\n        metrics["charts/epsilon"]'
@@ -73,7 +73,7 @@ def test_a_field_of_step_must_be_filled_in_compiled_runs():
 
 
 def test_a_renamed_field_of_step_is_an_error_before_a_run_begins(tmp_path):
-    script = edited(dqn_jax, ("    valid: Any  # False if", "    mask: Any  # False if"))
+    script = edited(dqn_jax, ("    valid: Any  # False for", "    mask: Any  # False for"))
     with pytest.raises(script.UsageError, match="Step must have valid"):
         train(script)
 
