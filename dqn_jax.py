@@ -3,12 +3,12 @@
     python dqn_jax.py --env-id CartPole-v1 --num-envs 8
     python dqn_jax.py --env-id phys2d/CartPole-v1 --num-envs 10 --num-seeds 10
 
-Read `train_loop` first: the agent learns from a rollout, S steps of N environments, in a thread.
-Meanwhile `collect_rollout` takes the next S steps, with the parameters from before. If the
-environment is written in JAX, cleanreplay/compiled.py makes one program of both: they take turns.
+Read `train_loop` first: a thread learns from a rollout, S steps of N environments, while
+`collect_rollout` takes the next S steps with the previous parameters. If the environment is
+written in JAX, cleanreplay/compiled.py compiles both into one program, in which they take turns.
 
-Differs from the paper: Adam for RMSProp, no clipping of rewards and errors, hyperparameters for
-classic control. If a time limit truncates an episode, the target bootstraps.
+Differs from the paper: Adam instead of RMSProp, no clipping of rewards and errors, hyperparameters
+for classic control. Targets bootstrap if a time limit truncates an episode.
 """
 
 # `uv run` and `pipx run` install what is listed here.
@@ -54,52 +54,52 @@ from tqdm import tqdm
 
 import buffers
 
-if getattr(find_spec("cleanreplay"), "origin", None):  # None of a folder that is no package
-    import cleanreplay  # saves, resumes, evaluates, sees images, compiles the loop
+if getattr(find_spec("cleanreplay"), "origin", None):  # None for a folder that is not a package
+    import cleanreplay  # saves, resumes, evaluates, handles images, compiles the loop
     from cleanreplay import UsageError
 else:  # this file and buffers.py alone train and log
     cleanreplay: Any = None  # type: ignore[no-redef]
 
     class UsageError(Exception):  # type: ignore[no-redef]
-        """A mistake of the user, which the command line prints as one line."""
+        """An error made by the user. The command line prints it as one line."""
 
 
 @dataclass(frozen=True)
 class Args:
-    """Flags of the algorithm. Steps are environment steps, of all environments together."""
+    """Flags of the algorithm. Steps are environment steps, summed over all environments."""
 
-    total_timesteps: int = 500_000  # steps of training
-    num_envs: int = 1  # environments stepped together
+    total_timesteps: int = 500_000  # number of training steps
+    num_envs: int = 1  # number of environments, stepped together
     learning_rate: float = 2.5e-4  # learning rate of Adam
     adam_epsilon: float = 1e-8  # epsilon of Adam
-    buffer_size: int = 10_000  # steps that the replay buffer holds
+    buffer_size: int = 10_000  # capacity of the replay buffer in steps
     gamma: float = 0.99  # discount factor
     tau: float = 1.0  # Polyak coefficient of the target network; 1 copies the online network
     target_network_frequency: int = 500  # steps between two updates of the target network
     batch_size: int = 128  # transitions per gradient step
-    start_e: float = 1.0  # epsilon, the probability of a random action, at the start
-    end_e: float = 0.05  # epsilon from the end of exploration-fraction on
+    start_e: float = 1.0  # initial epsilon, the probability of a random action
+    end_e: float = 0.05  # final epsilon, after exploration-fraction of the run
     exploration_fraction: float = 0.5  # fraction of total-timesteps over which epsilon is annealed
     learning_starts: int = 10_000  # steps before the first gradient step; at least batch-size
     train_frequency: int = 10  # steps between gradient steps
     gradient_steps: int = 1  # gradient steps every train-frequency steps
-    hidden_sizes: tuple[int, ...] = (120, 84)  # widths of the layers, but for images
+    hidden_sizes: tuple[int, ...] = (120, 84)  # widths of the hidden layers; not used for images
     n_step: int = 1  # n of the n-step return
     double_q: bool = False  # double DQN: the online network selects the next action
-    frame_stack: int = 1  # number of last observations that the network sees
-    clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
-    her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
+    frame_stack: int = 1  # number of latest observations that the agent sees
+    clip_rewards: bool = False  # learn from the sign of rewards; charts show them unclipped
+    her_fraction: float = 0.0  # fraction of a batch with goals achieved later in the episode
     offline_data: str = ""  # an .npz file, a run with --save-experience, a vault, or minari:NAME
-    offline_fraction: float = 0.5  # part of a batch from offline-data; 1: no environment steps
-    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
-    save_experience: bool = False  # write all steps that the replay stores to the run's folder
+    offline_fraction: float = 0.5  # fraction of a batch from offline-data; 1: no environment steps
+    init_from: str = ""  # begin with what this run (a folder) or agent (a file) has learned
+    save_experience: bool = False  # write every step in the replay to the run's folder, too
 
 
 class QNetwork(nn.Module):
-    """Q(s, .) [B, num_actions] of observations [B, ...]."""
+    """Computes Q(s, .) [B, num_actions] from observations [B, ...]."""
 
     num_actions: int
-    features: Callable  # makes vectors of observations
+    features: Callable  # turns observations into vectors
     hidden_sizes: tuple[int, ...]
 
     @nn.compact
@@ -115,7 +115,7 @@ class Step(NamedTuple):
 
     An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
 
-        observation   s0     s1     s2     t0     The step at s2 only resets the environment: its
+        observation   s0     s1     s2     t0     The step at s2 is the autoreset step: its
         terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
         valid         True   True   False  True   is learned from it.
     """
@@ -123,9 +123,9 @@ class Step(NamedTuple):
     observation: Any
     action: Any
     reward: Any
-    terminated: Any  # the episode ended by itself
+    terminated: Any  # the episode ended in a terminal state
     truncated: Any  # a time limit cut the episode off
-    valid: Any  # False if the step only resets
+    valid: Any  # False for an autoreset step
 
 
 class Transition(NamedTuple):
@@ -136,11 +136,11 @@ class Transition(NamedTuple):
     reward: Array  # [B], discounted sum of the rewards
     discount: Array  # [B], of the value of next_observation; 0 if the episode terminated
     next_observation: Array  # [B, ...]
-    valid: Array  # [B], False if the first step only resets
+    valid: Array  # [B], False if the first step is an autoreset step
 
 
 class State(NamedTuple):
-    """All that training changes, and so all that a checkpoint must hold."""
+    """Everything that training changes, and so everything that a checkpoint must hold."""
 
     params: Any
     target_params: Any
@@ -152,7 +152,7 @@ class DQN:
     """The algorithm, as pure functions of a `State`.
 
     `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `wrap_replay` may
-    make a replay with other batches, see cleanreplay/replays.py.
+    return a replay that samples other batches, see cleanreplay/replays.py.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class DQN:
         shard_batch=lambda batch: batch,
         wrap_replay=lambda replay: replay,
     ):
-        # Learns from data alone: no steps are taken, and what is counted are gradient steps.
+        # Learning from data alone takes no environment steps: steps are gradient steps.
         is_alone = args.offline_data != "" and args.offline_fraction == 1
         self.learning_starts = 0 if is_alone else args.learning_starts
         if not (is_alone or args.batch_size <= args.learning_starts < args.total_timesteps):
@@ -174,8 +174,8 @@ class DQN:
         self.shard_batch = shard_batch
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
-        # The smallest number of steps that is a whole number of steps of all environments, and of
-        # gradient steps: num_envs and train_frequency divide it.
+        # The smallest number of steps that num_envs and train_frequency divide: an iteration has
+        # a whole number of steps of all environments, and of gradient steps.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         turns = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration = turns * args.gradient_steps
@@ -188,7 +188,7 @@ class DQN:
         self.network: Any = QNetwork(self.num_actions, *seen)
         # Faster as one flat vector. Leave `flatten` out if the optimizer depends on shapes.
         self.optimizer = optax.flatten(optax.adam(args.learning_rate, eps=args.adam_epsilon))
-        window = 1 + args.n_step  # the replay draws windows of consecutive steps
+        window = 1 + args.n_step  # length of the sequences that the replay samples
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
         replay = buffers.uniform_replay(
             rows * args.num_envs, num_envs=args.num_envs, sequence_length=window
@@ -196,10 +196,10 @@ class DQN:
         self.replay = wrap_replay(replay)
         exploration_steps = int(args.exploration_fraction * args.total_timesteps)
         self.epsilon_at = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
-        self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
+        self.act = jax.jit(self.act)  # per agent: the compiled program is freed with the agent
 
     def init(self, key) -> State:
-        """Returns the state before training. Call it in `jit`: `params` stand in it twice."""
+        """Returns the initial state. Call it in `jit`, so that `target_params` are a copy."""
         params = self.network.init(key, self.example_step.observation[None])
         opt_state = self.optimizer.init(params)
         replay = self.replay.init(self.example_step)
@@ -210,7 +210,7 @@ class DQN:
         return state.params
 
     def act(self, params, observation, key=None, step=0):
-        """Chooses actions [N]: epsilon-greedily if there is a key, otherwise greedily."""
+        """Chooses actions [N]: epsilon-greedily with a key, greedily without one."""
         q_values = self.network.apply(params, observation)
         action = jnp.argmax(q_values, axis=-1)
         if key is None:
@@ -226,7 +226,7 @@ class DQN:
         return action + self.first_action
 
     def to_transitions(self, window: Step, key) -> Transition:
-        """Turns sequences of steps [B, n + 1, ...] into transitions. Use the key if you draw."""
+        """Turns sequences [B, n + 1, ...] into transitions. `key` is for changes of your own."""
         steps = jax.tree.map(lambda x: x[:, :-1], window)
         reward = jnp.sign(steps.reward) if self.args.clip_rewards else steps.reward
         reward, discount, num_steps = buffers.n_step_return(
@@ -256,7 +256,7 @@ class DQN:
         return loss, {"losses/td_loss": loss, "losses/q_values": mean_value}
 
     def gradient_step(self, state: State, key, step, next_step) -> tuple[State, dict]:
-        """Learns from a batch of the replay at `step`. The next gradient step is at `next_step`."""
+        """Learns from a sampled batch at `step`. The next gradient step is at `next_step`."""
         args = self.args
         sample = self.replay.sample(state.replay, key, args.batch_size)
         window = self.shard_batch(sample.experience)
@@ -303,14 +303,14 @@ def collect_rollout(agent: DQN, envs, params, env_state: tuple, key, step: int):
         actions[t] = action
         valids[t] = valid
         valid = ~(terminations[t] | truncations[t])
-    rewards[~valids] = 0  # whatever the environments return for a reset
+    rewards[~valids] = 0  # whatever the environments return for an autoreset step
     return rollout, (observation, valid)
 
 
 def train_loop(agent: DQN, envs, log, key) -> State:
-    """Learns from each rollout in a thread while the next one is collected. Returns the State."""
+    """Learns from each rollout in a thread while collecting the next. Returns the final State."""
     init_key, act_key, learn_key = jax.random.split(key, 3)
-    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the resumed state
     params = jax.tree.map(jnp.copy, agent.policy_params(state))  # `state` will be overwritten
     train_step = log.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
@@ -334,7 +334,7 @@ def train_loop(agent: DQN, envs, log, key) -> State:
 
 
 Agent = DQN
-ENV_ID = "CartPole-v1"  # of a run without --env-id
+ENV_ID = "CartPole-v1"  # default of --env-id
 
 
 # === the same in all scripts ===
@@ -342,30 +342,30 @@ ENV_ID = "CartPole-v1"  # of a run without --env-id
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of the experiment. Several agents or devices need an environment in JAX."""
+    """Flags of the experiment. Several agents or devices need an environment written in JAX."""
 
-    exp_name: str = Path(__file__).stem  # part of the folder's name
+    exp_name: str = Path(__file__).stem  # part of the name of the run's folder
     env_id: str = ENV_ID  # Gymnasium environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports MODULE
     env_kwargs: str = "{}"  # arguments of the environment as JSON, such as {"continuous": true}
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
     seed: int = 1  # random seed
-    num_seeds: int = 1  # agents trained in parallel, with this seed and those after it
-    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; an agent for each
-    num_devices: int = 1  # devices per process that agents, or environments of one, are spread over
-    distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
+    num_seeds: int = 1  # agents trained in parallel, with seeds seed, seed + 1, ...
+    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; one agent for each
+    num_devices: int = 1  # devices per process, which share the agents or one agent's environments
+    distributed: str = ""  # train in several processes: auto, or ADDRESS,PROCESSES,ID
     log_interval: int = 1_000  # steps between two log entries
-    eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
+    eval_interval: int = 100_000  # steps between two evaluations; the last one is at the end
     eval_episodes: int = 10  # episodes per evaluation; 0: no evaluation
-    eval_max_steps: int = 30_000  # steps after which an evaluation cuts its episodes off
+    eval_max_steps: int = 30_000  # steps after which an evaluation cuts off its episodes
     eval_explores: bool = False  # explore in evaluations, as at the end of training
-    capture_video: bool = False  # record one more episode at each evaluation
-    checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
+    capture_video: bool = False  # record a video of one more episode at each evaluation
+    checkpoint_interval: int = 100_000  # steps between checkpoints, the last at the end; 0: none
     resume: str = ""  # folder of a run to resume; its flags are the defaults
-    track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
+    track: bool = False  # also log to Weights & Biases, see WANDB_PROJECT and WANDB_ENTITY
 
 
 def need(what: str) -> Any:
-    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
+    """Returns the package cleanreplay. Raises UsageError without it, because `what` needs it."""
     if cleanreplay is None:
         raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
     return cleanreplay
@@ -375,8 +375,8 @@ def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False)
     """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
 
     Its layers belong to the flax module that calls it. Also returns the widths of the layers after
-    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
-    `layer_norm` normalises the layers.
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` initialises the weights.
+    `layer_norm` adds layer normalisation.
     """
     if cleanreplay:
         how = (init, layer_norm)
@@ -386,7 +386,7 @@ def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False)
 
 
 def example_of(observation_space, action, *more) -> Step:
-    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    """Makes a Step of one environment, with the shapes and dtypes that the agent expects."""
     is_bytes = observation_space.dtype in (np.uint8, bool)
     dtype = observation_space.dtype if is_bytes else np.float32
     observation = np.zeros(observation_space.shape, dtype)
@@ -394,7 +394,7 @@ def example_of(observation_space, action, *more) -> Step:
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
-    """Makes N environments that are stepped together."""
+    """Makes N environments, which are stepped together."""
     wrappers: list = []  # of a single environment, such as gym.wrappers.TimeAwareObservation
     kwargs = json.loads(run.env_kwargs)
     if video_folder:
@@ -411,30 +411,30 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     if module:
         importlib.import_module(module)  # registers its environments
     is_toy = str(gym.spec(name).vector_entry_point).startswith("gymnasium.envs.")
-    if mode is None and is_toy and num_envs < 4:  # those of Gymnasium are slow for a few
+    if mode is None and is_toy and num_envs < 4:  # Gymnasium's own are slow for a few environments
         mode = "sync"
     envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
     if mode is None and hasattr(envs.unwrapped, "func_env"):
-        envs.close()  # it steps those written in JAX wrongly: where one resets, others stand still
+        envs.close()  # wrong for environments in JAX: while one resets, others are not stepped
         envs = make(vectorization_mode="sync")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
     space = envs.single_observation_space
     is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
     if args.frame_stack > 1 or not is_vector:
-        envs = need("images, frame_stack or no Box").environments.wrap(envs, args.frame_stack)
+        envs = need("images, frame_stack or non-Box").environments.wrap(envs, args.frame_stack)
     return cleanreplay.environments.Successes(envs) if cleanreplay and training else envs
 
 
 def reset(envs, key, step: int):
-    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
-    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
+    """Starts an episode in each environment. Returns observations, and `valid` [N], all True."""
+    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i has seed + i
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
 
 
 class Log(AbstractContextManager):
-    """The charts of a run in TensorBoard, and its progress.
+    """Writes the charts of a run to TensorBoard, and shows its progress.
 
     `cleanreplay.experiment.Experiment` has the same methods, and also saves, resumes and evaluates.
     """
@@ -442,17 +442,17 @@ class Log(AbstractContextManager):
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
         self.agent, self.run, self.args = agent, run, agent.args
         self.folder = folder
-        self.stop = stop  # has an item if the run is to end
+        self.stop = stop  # the run ends once this has an item
         self.first_step = 0
         self.total = agent.args.total_timesteps
         self.steps_per_iteration = agent.steps_per_iteration
         self.unfinished = np.zeros((2, agent.args.num_envs))  # return and length of each episode
-        self.ended: list = []  # returns and lengths of the episodes that are to be logged
+        self.ended: list = []  # returns and lengths of finished episodes, until they are logged
         self.recent_returns: deque = deque(maxlen=100)
         self.writer: Any = None
 
     def open(self, first_step: int, recent_returns=(), quiet: bool | None = None, writer=None):
-        """Begins the charts and the bar of progress. A run that is resumed has a `first_step`."""
+        """Opens the charts and the progress bar. A resumed run continues at `first_step`."""
         if not quiet:
             where = f"{self.unfinished.shape[1]} x {self.run.env_id}"
             tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
@@ -482,11 +482,11 @@ class Log(AbstractContextManager):
         return jax.jit(train_step, **how)
 
     def saves_on_error(self, step: int, learned=None):
-        """In `with`: if the environments fail, nothing is saved here."""
+        """Returns a context for stepping environments. If they fail, nothing is saved here."""
         return nullcontext()
 
     def count_episodes(self, step: int, rollout: Step):
-        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        """Collects returns and lengths of the episodes that end in a rollout from `step` on."""
         done = rollout.terminated | rollout.truncated
         rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
         for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
@@ -503,7 +503,7 @@ class Log(AbstractContextManager):
         return is_last
 
     def add_metrics(self, step: int, metrics: dict):
-        """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
+        """Logs metrics, means of the finished episodes and the speed. Shows the progress."""
         speed = (step - self.first_step) / max(time.monotonic() - self.start_time, 1e-9)
         metrics = metrics | {"charts/SPS": speed}
         if self.ended:
@@ -520,7 +520,7 @@ class Log(AbstractContextManager):
         self.bar.set_postfix_str(progress)
 
     def write(self, step: int, metrics: dict, wall_time: float = 0):
-        """Adds a point to each chart whose number is finite."""
+        """Adds a point to each chart. Leaves out numbers that are not finite."""
         event = Event(wall_time=wall_time or time.time(), step=step)
         for tag, x in metrics.items():
             if math.isfinite(x):
@@ -528,12 +528,12 @@ class Log(AbstractContextManager):
         self.writer.add_event(event)  # one event for all charts is fastest
 
     def finish(self, why: str):
-        """Ends the run with this iteration or the next one: saved, evaluated, exit code 0."""
+        """Ends the run after this iteration or the next. It is saved and evaluated; exit code 0."""
         tqdm.write(f"the run ends: {why}")
         self.total = 0
 
     def at_evaluation(self, step: int, params, returns):
-        """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
+        """Insert your own code here. Compiled runs call it for each agent. `act` takes `params`."""
 
     def mean_return(self) -> float:
         """Returns the mean return of the last 100 episodes, NaN before the first."""
@@ -555,7 +555,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
     make_more = partial(make_envs, args, run)
     first = cleanreplay.flags.check(args, run, make_more) if cleanreplay else make_more(1)
-    with closing(first):  # all that is to know of the environments is read from it
+    with closing(first):  # the properties of all environments are read from this one
         spaces = (first.single_observation_space, first.single_action_space)
         more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
@@ -564,7 +564,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     if jax_env:
         script = (make_agent, make_more, Log, __file__)
         return cleanreplay.compiled.train(*script, jax_env, env_spaces, run, folder, stop)
-    if cleanreplay and jax.process_count() > 1:  # each steps a share of the environments
+    if cleanreplay and jax.process_count() > 1:  # each process steps a share of the environments
         make_more = partial(cleanreplay.shares.make_envs, make_more)
     agent = make_agent()
     log = Log(agent, run, folder, stop)

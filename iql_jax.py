@@ -3,13 +3,13 @@
     python iql_jax.py --env-id Hopper-v5 --offline-data minari:mujoco/hopper/medium-v0
     python iql_jax.py --env-id Pendulum-v1 --offline-data my_trajectories.npz
 
-Learns from data that exist: no environment is stepped but in evaluations, and steps are gradient
+Learns from offline data: environments are stepped only in evaluations, and steps are gradient
 steps. `--beta 0` imitates the data (behaviour cloning). With `--offline-fraction 0.5` half of each
-batch is from the data, and the agent collects the other half: begin with what was learned before,
-by `--init-from RUN`. Read `loss` first: three losses, each of a network of its own.
+batch is offline data, and the agent collects the other half: begin with an agent that has learned
+from the data, by `--init-from RUN`. Read `loss` first: it has a loss for each of three networks.
 
-Equations are the paper's. Differs: the three networks take their gradient steps together, with the
-values from before. Truncated episodes bootstrap. B: batch size. A: dimension of an action.
+Equation numbers are the paper's. Differs: the three networks take each gradient step together, from
+their previous parameters. Truncated episodes bootstrap. B: batch size. A: size of an action.
 """
 
 # `uv run` and `pipx run` install what is listed here.
@@ -55,60 +55,60 @@ from tqdm import tqdm
 
 import buffers
 
-if getattr(find_spec("cleanreplay"), "origin", None):  # None of a folder that is no package
-    import cleanreplay  # saves, resumes, evaluates, sees images, compiles the loop
+if getattr(find_spec("cleanreplay"), "origin", None):  # None for a folder that is not a package
+    import cleanreplay  # saves, resumes, evaluates, handles images, compiles the loop
     from cleanreplay import UsageError
 else:  # this file and buffers.py alone train and log
     cleanreplay: Any = None  # type: ignore[no-redef]
 
     class UsageError(Exception):  # type: ignore[no-redef]
-        """A mistake of the user, which the command line prints as one line."""
+        """An error made by the user. The command line prints it as one line."""
 
 
 @dataclass(frozen=True)
 class Args:
     """Flags of the algorithm. Steps are gradient steps.
 
-    With --offline-fraction below 1 they are environment steps, of all environments together.
+    With --offline-fraction below 1 they are environment steps, summed over all environments.
     """
 
-    total_timesteps: int = 1_000_000  # steps of training
+    total_timesteps: int = 1_000_000  # number of training steps
     offline_data: str = ""  # an .npz file, a run with --save-experience, a vault, or minari:NAME
-    offline_fraction: float = 1.0  # part of a batch from offline-data; 1: no environment steps
-    best_fraction: float = 1.0  # part of the episodes of offline-data, those of highest return
-    expectile: float = 0.7  # tau of the value: 0.5 is the mean of the data's actions, 1 the best
-    beta: float = 3.0  # how much better actions are preferred; 0: imitates all (cloning)
+    offline_fraction: float = 1.0  # fraction of a batch from offline-data; 1: no environment steps
+    best_fraction: float = 1.0  # fraction of the episodes that is kept: those of highest return
+    expectile: float = 0.7  # tau of the value: 0.5 averages the data's actions, 1 takes the best
+    beta: float = 3.0  # preference for better actions; 0: imitate all equally (cloning)
     max_weight: float = 100.0  # largest weight of an action in the policy's loss
-    reward_scale: float = 0.0  # factor of rewards; 0: 1,000 / range of the data's returns
-    normalize_observations: bool = True  # by the mean and the deviation of the data
-    random_return: float = math.nan  # eval/normalized is 0 for this return
-    expert_return: float = math.nan  # eval/normalized is 100 for this return
+    reward_scale: float = 0.0  # factor of the rewards; 0: 1,000 / range of the data's returns
+    normalize_observations: bool = True  # by the mean and the standard deviation of the data
+    random_return: float = math.nan  # return for which eval/normalized is 0
+    expert_return: float = math.nan  # return for which eval/normalized is 100
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # Polyak coefficient of the target critics
     batch_size: int = 256  # transitions per gradient step
     learning_rate: float = 3e-4  # learning rate of Adam
-    anneal_lr: bool = True  # anneal the policy's learning rate to 0 by a cosine, on data alone
-    hidden_sizes: tuple[int, ...] = (256, 256)  # widths of the layers, but for images
-    critic_layer_norm: bool = False  # normalise the layers of the critics
-    policy_dropout: float = 0.0  # fraction of the policy's units that are dropped
+    anneal_lr: bool = True  # anneal the policy's learning rate to 0 if offline-fraction is 1
+    hidden_sizes: tuple[int, ...] = (256, 256)  # widths of the hidden layers
+    critic_layer_norm: bool = False  # layer normalisation in the critics
+    policy_dropout: float = 0.0  # dropout rate of the policy
     n_step: int = 1  # n of the n-step return
-    frame_stack: int = 1  # number of last observations that the networks see
-    clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
-    her_fraction: float = 0.0  # part of a batch that gets goals achieved later in the episode
-    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
-    num_envs: int = 1  # environments stepped together, if there are environment steps
-    buffer_size: int = 1_000_000  # environment steps that the replay buffer holds
-    learning_starts: int = 5_000  # environment steps without learning; at least batch-size
+    frame_stack: int = 1  # number of latest observations that the agent sees
+    clip_rewards: bool = False  # learn from the sign of rewards; charts show them unclipped
+    her_fraction: float = 0.0  # fraction of a batch with goals achieved later in the episode
+    init_from: str = ""  # begin with what this run (a folder) or agent (a file) has learned
+    num_envs: int = 1  # number of environments, stepped together if offline-fraction is below 1
+    buffer_size: int = 1_000_000  # capacity of the replay buffer in environment steps
+    learning_starts: int = 5_000  # environment steps before learning starts; at least batch-size
     train_frequency: int = 1  # environment steps between gradient steps
     gradient_steps: int = 1  # gradient steps every train-frequency environment steps
-    save_experience: bool = False  # write all steps that the replay stores to the run's folder
+    save_experience: bool = False  # write every step in the replay to the run's folder, too
 
 
 class MLP(nn.Module):
-    """Outputs [B, F] of observations [B, ...] and, if they are given, actions [B, A]."""
+    """Computes outputs [B, F] from observations [B, ...] and, if given, actions [B, A]."""
 
     num_outputs: int
-    features: Callable  # makes vectors of observations
+    features: Callable  # turns observations into vectors
     hidden_sizes: tuple[int, ...]
     layer_norm: bool = False
     dropout: float = 0.0
@@ -124,7 +124,7 @@ class MLP(nn.Module):
 
 
 class Actor(nn.Module):
-    """Means [B, A] between -1 and 1 and log deviations [A] of a Gaussian."""
+    """Computes means [B, A] between -1 and 1 and log deviations [A] of a Gaussian."""
 
     num_actions: int
     mlp: MLP
@@ -140,7 +140,7 @@ class Step(NamedTuple):
 
     An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
 
-        observation   s0     s1     s2     t0     The step at s2 only resets the environment: its
+        observation   s0     s1     s2     t0     The step at s2 is the autoreset step: its
         terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
         valid         True   True   False  True   is learned from it.
     """
@@ -148,9 +148,9 @@ class Step(NamedTuple):
     observation: Any
     action: Any  # between -1 and 1
     reward: Any
-    terminated: Any  # the episode ended by itself
+    terminated: Any  # the episode ended in a terminal state
     truncated: Any  # a time limit cut the episode off
-    valid: Any  # False if the step only resets
+    valid: Any  # False for an autoreset step
 
 
 class Transition(NamedTuple):
@@ -161,11 +161,11 @@ class Transition(NamedTuple):
     reward: Array  # [B], discounted sum of the rewards
     discount: Array  # [B], of the value of next_observation; 0 if the episode terminated
     next_observation: Array  # [B, ...]
-    valid: Array  # [B], False if the first step only resets
+    valid: Array  # [B], False if the first step is an autoreset step
 
 
 class Networks(NamedTuple):
-    """What gradients change."""
+    """The parameters of the networks."""
 
     critics: Any  # the parameters of both critics, stacked: [2, ...]
     value: Any
@@ -173,15 +173,15 @@ class Networks(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What the data say of observations and rewards."""
+    """Statistics of the data, with which observations and rewards are normalised."""
 
     mean: Any  # of observations
     std: Any
-    reward: Any  # [], factor of rewards
+    reward: Any  # [], factor of the rewards
 
 
 class State(NamedTuple):
-    """All that training changes, and so all that a checkpoint must hold."""
+    """Everything that training changes, and so everything that a checkpoint must hold."""
 
     networks: Networks
     target_critics: Any
@@ -191,9 +191,9 @@ class State(NamedTuple):
 
 
 def range_of_returns(steps: Step):
-    """Returns the largest return [] of an episode of Steps [rows, N] less the smallest one.
+    """Returns the largest minus the smallest return [] of the episodes in Steps [T, N].
 
-    Episodes that the data do not end are left out. It is 0 without an episode.
+    Unfinished episodes are left out. Returns 0 if no episode is finished.
     """
     over = steps.terminated | steps.truncated
     goes_on = jnp.pad(~over[:-1], ((1, 0), (0, 0))) * 1.0
@@ -207,8 +207,8 @@ def range_of_returns(steps: Step):
 class IQL:
     """The algorithm, as pure functions of a `State`.
 
-    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `wrap_replay` makes a
-    replay with the data, see cleanreplay/replays.py.
+    `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `wrap_replay` may
+    return a replay that also samples offline data, see cleanreplay/replays.py.
     """
 
     def __init__(
@@ -219,23 +219,23 @@ class IQL:
         shard_batch=lambda batch: batch,
         wrap_replay=lambda replay: replay,
     ):
-        # Learns from data alone: no steps are taken, and what is counted are gradient steps.
+        # Learning from data alone takes no environment steps: steps are gradient steps.
         is_alone = args.offline_fraction == 1
         self.learning_starts = 0 if is_alone else args.learning_starts
         if not (is_alone or args.batch_size <= args.learning_starts < args.total_timesteps):
             raise UsageError("learning_starts must be from batch_size to total_timesteps - 1")
         if not args.offline_data:
-            raise UsageError("offline_data: IQL learns from data, give their file or folder")
+            raise UsageError("offline_data: IQL learns from offline data, give a file or folder")
         is_bounded = isinstance(action_space, Box) and action_space.is_bounded()
         if not is_bounded or action_space.dtype.kind != "f" or len(action_space.shape) != 1:
             what = "IQL takes a Box [A] of floats with finite bounds"
-            raise UsageError(f"{what}, not {action_space}: dqn_jax.py learns from data, too")
+            raise UsageError(f"{what}, not {action_space}: for Discrete actions use dqn_jax.py")
         self.args = args
         self.shard_batch = shard_batch
         self.action_space = action_space
         self.num_actions = action_space.shape[0]
-        # The smallest number of steps that is a whole number of steps of all environments, and of
-        # gradient steps: num_envs and train_frequency divide it.
+        # The smallest number of steps that num_envs and train_frequency divide: an iteration has
+        # a whole number of steps of all environments, and of gradient steps.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration *= args.gradient_steps
@@ -249,16 +249,16 @@ class IQL:
         self.optimizer = optax.adam(args.learning_rate)
         decay = optax.cosine_decay_schedule(1.0, args.total_timesteps)
         self.policy_rate = decay if args.anneal_lr and is_alone else lambda update: 1.0
-        window = 1 + args.n_step  # the replay draws windows of consecutive steps
+        window = 1 + args.n_step  # length of the sequences that the replay samples
         rows = max(math.ceil(args.buffer_size / args.num_envs), window)
         replay = buffers.uniform_replay(
             rows * args.num_envs, num_envs=args.num_envs, sequence_length=window
         )
         self.replay = wrap_replay(replay)
-        self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
+        self.act = jax.jit(self.act)  # per agent: the compiled program is freed with the agent
 
     def networks_for(self, observation_space) -> tuple:
-        """Makes the networks of a critic, of the value and of the policy."""
+        """Makes the networks of a critic, the value and the policy."""
         args = self.args
         features, _ = features_of(observation_space)  # hidden layers follow convolutions, too
         mlp: Any = partial(MLP, features=features, hidden_sizes=args.hidden_sizes)
@@ -266,7 +266,7 @@ class IQL:
         return mlp(1, layer_norm=args.critic_layer_norm), mlp(1), Actor(self.num_actions, policy)
 
     def init(self, key) -> State:
-        """Returns the state before training. Call it in `jit`: `critics` stand in it twice."""
+        """Returns the initial state. Call it in `jit`, so that `target_critics` are a copy."""
         critic_key, value_key, actor_key = jax.random.split(key, 3)
         observation = self.example_step.observation[None]
         action = self.example_step.action[None]
@@ -281,7 +281,7 @@ class IQL:
         return State(networks, critics, opt_state, scales, replay)
 
     def read_data(self, state: State) -> State:
-        """Fills the replay from an .npz file. The package reads other data, too, and checks all."""
+        """Fills the replay from an .npz file. The package also reads other data, and checks it."""
         low, high = self.action_space.low, self.action_space.high
         try:
             rows = buffers.read_trajectories(self.args.offline_data)
@@ -293,13 +293,13 @@ class IQL:
         return self.on_data(state._replace(replay=replay), steps)
 
     def on_data(self, state: State, steps: Step) -> State:
-        """Takes the scales of observations and rewards from the data [rows, N, ...]."""
+        """Computes the scales of observations and rewards from the data [T, N, ...]."""
         args, scales = self.args, state.scales
         if args.normalize_observations and self.is_float:
             where = jnp.expand_dims(steps.valid, range(2, steps.observation.ndim))
             mean = jnp.mean(steps.observation, axis=(0, 1), where=where)
             std = jnp.std(steps.observation, axis=(0, 1), where=where) + 1e-3
-            shape = scales.mean.shape  # of a stack, where there is one
+            shape = scales.mean.shape  # with --frame-stack that of a stack
             scales = scales._replace(
                 mean=jnp.broadcast_to(mean, shape), std=jnp.broadcast_to(std, shape)
             )
@@ -313,11 +313,11 @@ class IQL:
         return state.networks.actor, state.scales
 
     def normalize(self, observation, scales: Scales):
-        """Counts observations [..., *shape] in deviations from the data's mean; images stay."""
+        """Normalises float observations [..., *shape] to the data's mean 0 and deviation 1."""
         return (observation - scales.mean) / scales.std if self.is_float else observation
 
     def act(self, params, observation, key=None, step=0):
-        """Chooses actions [N, A]: the mean without a key, otherwise random ones."""
+        """Chooses actions [N, A]: the mean without a key, else sampled ones."""
         actor, scales = params
         mean, log_std = self.actor.apply(actor, self.normalize(observation, scales))
         if key is None:
@@ -338,7 +338,7 @@ class IQL:
         return both(critics, observation, action)[..., 0]
 
     def to_transitions(self, window: Step, key) -> Transition:
-        """Turns sequences of steps [B, n + 1, ...] into transitions. Use the key if you draw."""
+        """Turns sequences [B, n + 1, ...] into transitions. `key` is for changes of your own."""
         steps = jax.tree.map(lambda x: x[:, :-1], window)
         reward = jnp.sign(steps.reward) if self.args.clip_rewards else steps.reward
         reward, discount, num_steps = buffers.n_step_return(
@@ -351,7 +351,7 @@ class IQL:
         )
 
     def loss(self, networks: Networks, target_critics, batch: Transition, key):
-        """Adds up eqs. 5, 6 and 7, each of which changes one network. Also returns the metrics."""
+        """Returns the sum of eqs. 5, 6 and 7, each of which trains one network, and the metrics."""
         args = self.args
         value = self.value.apply(networks.value, batch.observation)[:, 0]
         next_value = self.value.apply(networks.value, batch.next_observation)[:, 0]
@@ -375,7 +375,7 @@ class IQL:
         return means[0] + 2 * means[1] + means[2], dict(zip(losses, means, strict=True))
 
     def gradient_step(self, state: State, key, update) -> tuple[State, dict]:
-        """Learns from a batch of the data; `update` is the number of this gradient step."""
+        """Learns from a sampled batch; `update` is the number of this gradient step."""
         args, scales = self.args, state.scales
         sample_key, loss_key = jax.random.split(key)
         sample = self.replay.sample(state.replay, sample_key, args.batch_size)
@@ -426,14 +426,14 @@ def collect_rollout(agent: IQL, envs, params, env_state: tuple, key, step: int):
         actions[t] = action
         valids[t] = valid
         valid = ~(terminations[t] | truncations[t])
-    rewards[~valids] = 0  # whatever the environments return for a reset
+    rewards[~valids] = 0  # whatever the environments return for an autoreset step
     return rollout, (observation, valid)
 
 
 def train_loop(agent: IQL, envs, log, key) -> State:
-    """Learns from each rollout in a thread while the next one is collected. Returns the State."""
+    """Learns from each rollout in a thread while collecting the next. Returns the final State."""
     init_key, act_key, learn_key = jax.random.split(key, 3)
-    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the resumed state
     params = jax.tree.map(jnp.copy, agent.policy_params(state))  # `state` will be overwritten
     train_step = log.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
@@ -457,7 +457,7 @@ def train_loop(agent: IQL, envs, log, key) -> State:
 
 
 Agent = IQL
-ENV_ID = "Pendulum-v1"  # of a run without --env-id
+ENV_ID = "Pendulum-v1"  # default of --env-id
 
 
 # === the same in all scripts ===
@@ -465,30 +465,30 @@ ENV_ID = "Pendulum-v1"  # of a run without --env-id
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of the experiment. Several agents or devices need an environment in JAX."""
+    """Flags of the experiment. Several agents or devices need an environment written in JAX."""
 
-    exp_name: str = Path(__file__).stem  # part of the folder's name
+    exp_name: str = Path(__file__).stem  # part of the name of the run's folder
     env_id: str = ENV_ID  # Gymnasium environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports MODULE
     env_kwargs: str = "{}"  # arguments of the environment as JSON, such as {"continuous": true}
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
     seed: int = 1  # random seed
-    num_seeds: int = 1  # agents trained in parallel, with this seed and those after it
-    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; an agent for each
-    num_devices: int = 1  # devices per process that agents, or environments of one, are spread over
-    distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
+    num_seeds: int = 1  # agents trained in parallel, with seeds seed, seed + 1, ...
+    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; one agent for each
+    num_devices: int = 1  # devices per process, which share the agents or one agent's environments
+    distributed: str = ""  # train in several processes: auto, or ADDRESS,PROCESSES,ID
     log_interval: int = 1_000  # steps between two log entries
-    eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
+    eval_interval: int = 100_000  # steps between two evaluations; the last one is at the end
     eval_episodes: int = 10  # episodes per evaluation; 0: no evaluation
-    eval_max_steps: int = 30_000  # steps after which an evaluation cuts its episodes off
+    eval_max_steps: int = 30_000  # steps after which an evaluation cuts off its episodes
     eval_explores: bool = False  # explore in evaluations, as at the end of training
-    capture_video: bool = False  # record one more episode at each evaluation
-    checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
+    capture_video: bool = False  # record a video of one more episode at each evaluation
+    checkpoint_interval: int = 100_000  # steps between checkpoints, the last at the end; 0: none
     resume: str = ""  # folder of a run to resume; its flags are the defaults
-    track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
+    track: bool = False  # also log to Weights & Biases, see WANDB_PROJECT and WANDB_ENTITY
 
 
 def need(what: str) -> Any:
-    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
+    """Returns the package cleanreplay. Raises UsageError without it, because `what` needs it."""
     if cleanreplay is None:
         raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
     return cleanreplay
@@ -498,8 +498,8 @@ def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False)
     """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
 
     Its layers belong to the flax module that calls it. Also returns the widths of the layers after
-    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
-    `layer_norm` normalises the layers.
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` initialises the weights.
+    `layer_norm` adds layer normalisation.
     """
     if cleanreplay:
         how = (init, layer_norm)
@@ -509,7 +509,7 @@ def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False)
 
 
 def example_of(observation_space, action, *more) -> Step:
-    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    """Makes a Step of one environment, with the shapes and dtypes that the agent expects."""
     is_bytes = observation_space.dtype in (np.uint8, bool)
     dtype = observation_space.dtype if is_bytes else np.float32
     observation = np.zeros(observation_space.shape, dtype)
@@ -517,7 +517,7 @@ def example_of(observation_space, action, *more) -> Step:
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
-    """Makes N environments that are stepped together."""
+    """Makes N environments, which are stepped together."""
     wrappers: list = []  # of a single environment, such as gym.wrappers.TimeAwareObservation
     kwargs = json.loads(run.env_kwargs)
     if video_folder:
@@ -534,30 +534,30 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     if module:
         importlib.import_module(module)  # registers its environments
     is_toy = str(gym.spec(name).vector_entry_point).startswith("gymnasium.envs.")
-    if mode is None and is_toy and num_envs < 4:  # those of Gymnasium are slow for a few
+    if mode is None and is_toy and num_envs < 4:  # Gymnasium's own are slow for a few environments
         mode = "sync"
     envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
     if mode is None and hasattr(envs.unwrapped, "func_env"):
-        envs.close()  # it steps those written in JAX wrongly: where one resets, others stand still
+        envs.close()  # wrong for environments in JAX: while one resets, others are not stepped
         envs = make(vectorization_mode="sync")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
     space = envs.single_observation_space
     is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
     if args.frame_stack > 1 or not is_vector:
-        envs = need("images, frame_stack or no Box").environments.wrap(envs, args.frame_stack)
+        envs = need("images, frame_stack or non-Box").environments.wrap(envs, args.frame_stack)
     return cleanreplay.environments.Successes(envs) if cleanreplay and training else envs
 
 
 def reset(envs, key, step: int):
-    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
-    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
+    """Starts an episode in each environment. Returns observations, and `valid` [N], all True."""
+    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i has seed + i
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
 
 
 class Log(AbstractContextManager):
-    """The charts of a run in TensorBoard, and its progress.
+    """Writes the charts of a run to TensorBoard, and shows its progress.
 
     `cleanreplay.experiment.Experiment` has the same methods, and also saves, resumes and evaluates.
     """
@@ -565,17 +565,17 @@ class Log(AbstractContextManager):
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
         self.agent, self.run, self.args = agent, run, agent.args
         self.folder = folder
-        self.stop = stop  # has an item if the run is to end
+        self.stop = stop  # the run ends once this has an item
         self.first_step = 0
         self.total = agent.args.total_timesteps
         self.steps_per_iteration = agent.steps_per_iteration
         self.unfinished = np.zeros((2, agent.args.num_envs))  # return and length of each episode
-        self.ended: list = []  # returns and lengths of the episodes that are to be logged
+        self.ended: list = []  # returns and lengths of finished episodes, until they are logged
         self.recent_returns: deque = deque(maxlen=100)
         self.writer: Any = None
 
     def open(self, first_step: int, recent_returns=(), quiet: bool | None = None, writer=None):
-        """Begins the charts and the bar of progress. A run that is resumed has a `first_step`."""
+        """Opens the charts and the progress bar. A resumed run continues at `first_step`."""
         if not quiet:
             where = f"{self.unfinished.shape[1]} x {self.run.env_id}"
             tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
@@ -605,11 +605,11 @@ class Log(AbstractContextManager):
         return jax.jit(train_step, **how)
 
     def saves_on_error(self, step: int, learned=None):
-        """In `with`: if the environments fail, nothing is saved here."""
+        """Returns a context for stepping environments. If they fail, nothing is saved here."""
         return nullcontext()
 
     def count_episodes(self, step: int, rollout: Step):
-        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        """Collects returns and lengths of the episodes that end in a rollout from `step` on."""
         done = rollout.terminated | rollout.truncated
         rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
         for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
@@ -626,7 +626,7 @@ class Log(AbstractContextManager):
         return is_last
 
     def add_metrics(self, step: int, metrics: dict):
-        """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
+        """Logs metrics, means of the finished episodes and the speed. Shows the progress."""
         speed = (step - self.first_step) / max(time.monotonic() - self.start_time, 1e-9)
         metrics = metrics | {"charts/SPS": speed}
         if self.ended:
@@ -643,7 +643,7 @@ class Log(AbstractContextManager):
         self.bar.set_postfix_str(progress)
 
     def write(self, step: int, metrics: dict, wall_time: float = 0):
-        """Adds a point to each chart whose number is finite."""
+        """Adds a point to each chart. Leaves out numbers that are not finite."""
         event = Event(wall_time=wall_time or time.time(), step=step)
         for tag, x in metrics.items():
             if math.isfinite(x):
@@ -651,12 +651,12 @@ class Log(AbstractContextManager):
         self.writer.add_event(event)  # one event for all charts is fastest
 
     def finish(self, why: str):
-        """Ends the run with this iteration or the next one: saved, evaluated, exit code 0."""
+        """Ends the run after this iteration or the next. It is saved and evaluated; exit code 0."""
         tqdm.write(f"the run ends: {why}")
         self.total = 0
 
     def at_evaluation(self, step: int, params, returns):
-        """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
+        """Insert your own code here. Compiled runs call it for each agent. `act` takes `params`."""
 
     def mean_return(self) -> float:
         """Returns the mean return of the last 100 episodes, NaN before the first."""
@@ -678,7 +678,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
     make_more = partial(make_envs, args, run)
     first = cleanreplay.flags.check(args, run, make_more) if cleanreplay else make_more(1)
-    with closing(first):  # all that is to know of the environments is read from it
+    with closing(first):  # the properties of all environments are read from this one
         spaces = (first.single_observation_space, first.single_action_space)
         more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
@@ -687,7 +687,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     if jax_env:
         script = (make_agent, make_more, Log, __file__)
         return cleanreplay.compiled.train(*script, jax_env, env_spaces, run, folder, stop)
-    if cleanreplay and jax.process_count() > 1:  # each steps a share of the environments
+    if cleanreplay and jax.process_count() > 1:  # each process steps a share of the environments
         make_more = partial(cleanreplay.shares.make_envs, make_more)
     agent = make_agent()
     log = Log(agent, run, folder, stop)

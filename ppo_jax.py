@@ -4,11 +4,11 @@
     python ppo_jax.py --env-id phys2d/CartPole-v1 --num-seeds 10
 
 Read `train_loop` first: N environments take S steps in `collect_rollout`, then the agent learns
-from them. If the environment is written in JAX, cleanreplay/compiled.py makes one program of both.
+from them. For environments in JAX, cleanreplay/compiled.py compiles both into one program.
 
-Advantages of Schulman et al. 2016, arXiv 1506.02438, and details of Huang et al. 2022, "The 37
-implementation details of PPO". Differs: if a time limit truncates an episode, its advantages
-bootstrap; running statistics change between rollouts; a Box with bounds is scaled to -1 and 1.
+Advantages as in Schulman et al. 2016, arXiv 1506.02438, details as in Huang et al. 2022, "The 37
+implementation details of PPO". Differs: advantages bootstrap if a time limit truncates an episode;
+running statistics change only between rollouts; the bounds of a Box are scaled to -1 and 1.
 B: batch size. A: outputs of the network for an action.
 """
 
@@ -54,24 +54,24 @@ from tqdm import tqdm
 
 import buffers
 
-if getattr(find_spec("cleanreplay"), "origin", None):  # None of a folder that is no package
-    import cleanreplay  # saves, resumes, evaluates, sees images, compiles the loop
+if getattr(find_spec("cleanreplay"), "origin", None):  # None for a folder that is not a package
+    import cleanreplay  # saves, resumes, evaluates, handles images, compiles the loop
     from cleanreplay import UsageError
 else:  # this file and buffers.py alone train and log
     cleanreplay: Any = None  # type: ignore[no-redef]
 
     class UsageError(Exception):  # type: ignore[no-redef]
-        """A mistake of the user, which the command line prints as one line."""
+        """An error made by the user. The command line prints it as one line."""
 
 
 @dataclass(frozen=True)
 class Args:
-    """Flags of the algorithm. Steps are environment steps, of all environments together."""
+    """Flags of the algorithm. Steps are environment steps, summed over all environments."""
 
-    total_timesteps: int = 500_000  # steps of training
-    num_envs: int = 4  # environments stepped together
+    total_timesteps: int = 500_000  # number of training steps
+    num_envs: int = 4  # number of environments, stepped together
     num_steps: int = 128  # steps of each environment in a rollout
-    hidden_sizes: tuple[int, ...] = (64, 64)  # widths of the layers, but for images
+    hidden_sizes: tuple[int, ...] = (64, 64)  # widths of the hidden layers; not used for images
     num_minibatches: int = 4  # gradient steps per epoch, each on an equal part of the rollout
     update_epochs: int = 4  # epochs per rollout
     learning_rate: float = 2.5e-4  # learning rate of Adam
@@ -80,22 +80,22 @@ class Args:
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     norm_adv: bool = True  # normalise the advantages of each minibatch
     clip_coef: float = 0.2  # clipping range of the probability ratio
-    clip_vloss: bool = True  # clip the value loss, too
-    ent_coef: float = 0.01  # coefficient of the entropy
+    clip_vloss: bool = True  # also clip the value loss
+    ent_coef: float = 0.01  # coefficient of the entropy bonus
     vf_coef: float = 0.5  # coefficient of the value loss
-    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
-    target_kl: float | None = None  # KL divergence from the old policy that ends the epochs
-    normalize_observations: bool | None = None  # None: if they are floats, with Box actions
-    normalize_rewards: bool | None = None  # by the deviation of the return; None: with Box actions
-    frame_stack: int = 1  # number of last observations that the network sees
-    clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
-    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
+    max_grad_norm: float = 0.5  # largest norm of a gradient; larger ones are scaled down to it
+    target_kl: float | None = None  # KL divergence from the old policy at which the epochs end
+    normalize_observations: bool | None = None  # None: only float observations, with Box actions
+    normalize_rewards: bool | None = None  # by the deviation of returns; None: only for Box actions
+    frame_stack: int = 1  # number of latest observations that the agent sees
+    clip_rewards: bool = False  # learn from the sign of rewards; charts show them unclipped
+    init_from: str = ""  # begin with what this run (a folder) or agent (a file) has learned
 
 
 class Categorical:
     """Discrete or MultiDiscrete actions [B, *shape]. The outputs of the network are logits [B, A].
 
-    MultiDiscrete actions have as many logits each. Those beyond its choices are never drawn.
+    All MultiDiscrete actions have the same number of logits. Surplus ones are never sampled.
     """
 
     has_log_std = False  # the network has no further parameters for it
@@ -117,11 +117,11 @@ class Categorical:
         return jnp.argmax(self.logits(output), axis=-1)
 
     def sample(self, output, key):
-        """Draws actions."""
+        """Samples actions."""
         return jax.random.categorical(key, self.logits(output))
 
     def log_prob_and_entropy(self, output, action):
-        """Returns both [B], in one method: apart, the gradient would take log_softmax twice."""
+        """Returns log-probabilities and entropies [B], which share one log_softmax."""
         log_probs = nn.log_softmax(self.logits(output))
         # One-hot instead of indexing, whose gradient is a slow scatter.
         chosen = jax.nn.one_hot(action, log_probs.shape[-1], dtype=output.dtype)
@@ -136,7 +136,7 @@ class Categorical:
 class Gaussian:
     """Actions of a Box of floats as vectors [B, A]. The outputs are means and log deviations.
 
-    -1 and 1 are the bounds of the Box. One that is missing is taken to be 2 away from the other.
+    -1 and 1 are the bounds of the Box. A missing bound is taken to be 2 away from the other one.
     """
 
     has_log_std = True  # the network has log deviations that do not depend on observations
@@ -145,7 +145,7 @@ class Gaussian:
         self.space = space
         self.num_outputs = space.low.size
         self.example = np.zeros(self.num_outputs, np.float32)
-        low, high = np.array([space.low, space.high], float)  # against overflow
+        low, high = np.array([space.low, space.high], float)  # float64 avoids overflow
         low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
         high = np.where(np.isfinite(high), high, low + 2)
         self.middle, self.half = (low + high) / 2, (high - low) / 2
@@ -155,7 +155,7 @@ class Gaussian:
         return jnp.split(output, 2, axis=-1)[0]
 
     def sample(self, output, key):
-        """Draws actions."""
+        """Samples actions."""
         mean, log_std = jnp.split(output, 2, axis=-1)
         return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape, mean.dtype)
 
@@ -176,14 +176,14 @@ class Gaussian:
 
 
 class ActorCritic(nn.Module):
-    """The outputs of the policy [B, A], of a Gaussian [B, 2 A], and V(s) [B].
+    """Computes outputs of the policy [B, A], of a Gaussian [B, 2 A], and V(s) [B].
 
     The actor and the critic share only the convolutions of images.
     """
 
     num_outputs: int
     has_log_std: bool  # log deviations that do not depend on observations
-    features: Callable  # makes vectors of observations
+    features: Callable  # turns observations into vectors
     hidden_sizes: tuple[int, ...]
 
     @nn.compact
@@ -210,7 +210,7 @@ class Step(NamedTuple):
 
     An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
 
-        observation   s0     s1     s2     t0     The step at s2 only resets the environment: its
+        observation   s0     s1     s2     t0     The step at s2 is the autoreset step: its
         terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
         valid         True   True   False  True   is learned from it.
     """
@@ -218,9 +218,9 @@ class Step(NamedTuple):
     observation: Any
     action: Any
     reward: Any
-    terminated: Any  # the episode ended by itself
+    terminated: Any  # the episode ended in a terminal state
     truncated: Any  # a time limit cut the episode off
-    valid: Any  # False if the step only resets
+    valid: Any  # False for an autoreset step
 
 
 class RunningMeanStd(NamedTuple):
@@ -232,13 +232,13 @@ class RunningMeanStd(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that training changes, and so all that a checkpoint must hold."""
+    """Everything that training changes, and so everything that a checkpoint must hold."""
 
     params: Any
     opt_state: optax.OptState
     obs_rms: RunningMeanStd | None  # None if observations are not normalised
     return_rms: RunningMeanStd | None  # None if rewards are not normalised
-    discounted_return: Any  # [N], so far, of each unfinished episode
+    discounted_return: Any  # [N], of each unfinished episode so far
 
 
 class Batch(NamedTuple):
@@ -271,7 +271,7 @@ def update_rms(stats: RunningMeanStd, x, mask) -> RunningMeanStd:
 
 
 def normalize(x, stats: RunningMeanStd | None):
-    """Counts observations [..., *shape] in deviations from the mean, and clips them to 10."""
+    """Normalises observations [..., *shape] to mean 0 and deviation 1, clipped to -10 and 10."""
     if stats is None:
         return x
     std = jnp.sqrt(stats.var + 1e-8)
@@ -316,7 +316,7 @@ class PPO:
         seen = features_of(observation_space, args.hidden_sizes, init=orthogonal)
         outputs = (self.actions.num_outputs, self.actions.has_log_std)
         self.network: Any = ActorCritic(*outputs, *seen)
-        self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
+        self.act = jax.jit(self.act)  # per agent: the compiled program is freed with the agent
 
     def optimizer(self, learning_rate):
         """Makes Adam with clipped gradients. The learning rate may change from step to step."""
@@ -325,7 +325,7 @@ class PPO:
         return optax.flatten(optax.chain(clip, optax.adam(learning_rate, eps=1e-5)))
 
     def init(self, key) -> State:
-        """Returns the state before training."""
+        """Returns the initial state."""
         args = self.args
         observation = self.example_step.observation
 
@@ -344,11 +344,11 @@ class PPO:
         return State(params, opt_state, obs_rms, return_rms, discounted_return)
 
     def on_resume(self, state: State) -> State:
-        """Begins the returns of episodes anew, because the environments do."""
+        """Sets the returns of unfinished episodes to 0, because environments begin new ones."""
         return state._replace(discounted_return=jnp.zeros_like(state.discounted_return))
 
     def learned(self, state: State) -> State:
-        """Leaves out what --init-from does not take: returns of unfinished episodes."""
+        """Removes what --init-from does not take over: returns of unfinished episodes."""
         return state._replace(discounted_return=())
 
     def policy_params(self, state: State):
@@ -356,12 +356,12 @@ class PPO:
         return state.params, state.obs_rms
 
     def act(self, params, observation, key=None, step=0):
-        """Chooses actions [N, ...]: draws from the policy if there is a key, or its mode."""
+        """Chooses actions [N, ...]: samples the policy with a key, takes its mode without one."""
         network_params, obs_rms = params
         output, _ = self.network.apply(network_params, normalize(observation, obs_rms))
         if key is not None:
-            # 0 * output: the draw waits for the output. Else XLA starts a thread for it, and a call
-            # takes 160 us instead of 45 (Box actions [4, 6], JAX 0.12, 2 cores).
+            # With 0 * output the sampling waits for the output. Otherwise XLA starts a thread for
+            # it, and a call takes 160 us instead of 45 (Box actions [4, 6], JAX 0.12, 2 cores).
             key = jax.random.fold_in(key, step + jnp.int32(0 * output.ravel()[0]))
         return self.actions.mode(output) if key is None else self.actions.sample(output, key)
 
@@ -374,7 +374,7 @@ class PPO:
         if state.return_rms is None:
             return state, rollout
         not_done = rollout.valid & ~(rollout.terminated | rollout.truncated)
-        # 1 in the first row, because `discounted_return` is already 0 where an episode ended.
+        # 1 in the first step, because `discounted_return` is already 0 where an episode ended.
         previous_not_done = jnp.concatenate([jnp.ones_like(not_done[:1]), not_done[:-1]])
         discount = self.args.gamma * previous_not_done
         returns = buffers.discounted_sum(rollout.reward, discount, state.discounted_return)
@@ -384,7 +384,7 @@ class PPO:
         return state, rollout._replace(reward=reward)
 
     def loss(self, params, batch: Batch):
-        """Computes Schulman et al. 2017, eq. 9, to be minimised, and the metrics."""
+        """Returns minus the objective of Schulman et al. 2017, eq. 9, and the metrics."""
         args = self.args
         output, value = self.network.apply(params, batch.observation)
         log_prob, entropy = self.actions.log_prob_and_entropy(output, batch.action)
@@ -416,7 +416,7 @@ class PPO:
         return loss, dict(zip(losses, means, strict=True))
 
     def optimize(self, state: State, batch: Batch, key, learning_rate) -> tuple[State, dict]:
-        """Makes the epochs of gradient steps. Returns the State, metrics of the last epoch."""
+        """Takes the gradient steps of all epochs. Returns the State, metrics of the last epoch."""
         args = self.args
         optimizer = self.optimizer(learning_rate)
         max_kl = math.inf if args.target_kl is None else args.target_kl
@@ -432,7 +432,7 @@ class PPO:
             train_state, stopped = carry
             new_train_state, metrics = jax.lax.scan(gradient_step, train_state, minibatches)
             metrics = jax.tree.map(jnp.mean, metrics)
-            # A scan cannot be left. Once max_kl was exceeded, what later epochs learn is discarded.
+            # A scan cannot end early: after an epoch exceeds max_kl, later updates are discarded.
             train_state = jax.tree.map(partial(jnp.where, stopped), train_state, new_train_state)
             stops = stopped | (metrics["losses/approx_kl"] > max_kl)
             return (train_state, stops), (stopped, metrics)
@@ -448,7 +448,7 @@ class PPO:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def train_step(self, state: State, rollout: Step, key, step, next_observation):
-        """Learns from the rollout [S, N] that began at `step`, and that next_observation follows.
+        """Learns from the rollout [S, N] that began at `step`, and next_observation after it.
 
         Returns the State, the parameters to act with, and the metrics.
         """
@@ -456,7 +456,7 @@ class PPO:
         if args.clip_rewards:
             rollout = rollout._replace(reward=jnp.sign(rollout.reward))
         state, rollout = self.normalize_rewards(state, rollout)
-        # s' is the s of the next row, also at the end of an episode.
+        # s' is the s of the next step, also at the end of an episode.
         next_observation = jnp.asarray(next_observation, rollout.observation.dtype)
         observations = jnp.concatenate([rollout.observation, next_observation[None]])
         observations = observations.reshape(-1, *observations.shape[2:])
@@ -473,7 +473,7 @@ class PPO:
         if args.anneal_lr:
             learning_rate *= jnp.maximum(1 - step / args.total_timesteps, 0)
         state, metrics = self.optimize(state, batch, jax.random.fold_in(key, step), learning_rate)
-        if state.obs_rms is not None:  # only now: the actions were chosen with the old ones
+        if state.obs_rms is not None:  # only now: actions were chosen with the old statistics
             stats = update_rms(state.obs_rms, observations[:rows], valid)
             state = state._replace(obs_rms=stats)
         residual = masked_var(advantage, valid)
@@ -497,14 +497,14 @@ def collect_rollout(agent: PPO, envs, params, env_state: tuple, key, step: int):
         actions[t] = action
         valids[t] = valid
         valid = ~(terminations[t] | truncations[t])
-    rewards[~valids] = 0  # whatever the environments return for a reset
+    rewards[~valids] = 0  # whatever the environments return for an autoreset step
     return rollout, (observation, valid)
 
 
 def train_loop(agent: PPO, envs, log, key) -> State:
-    """Collects a rollout and learns from it, again and again. Returns the State at the end."""
+    """Alternates between collecting a rollout and learning from it. Returns the final State."""
     init_key, act_key, learn_key = jax.random.split(key, 3)
-    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the resumed state
     params = agent.policy_params(state)
     train_step = log.jit(agent.train_step)
     with log.saves_on_error(log.first_step):
@@ -523,7 +523,7 @@ def train_loop(agent: PPO, envs, log, key) -> State:
 
 
 Agent = PPO
-ENV_ID = "CartPole-v1"  # of a run without --env-id
+ENV_ID = "CartPole-v1"  # default of --env-id
 
 
 # === the same in all scripts ===
@@ -531,30 +531,30 @@ ENV_ID = "CartPole-v1"  # of a run without --env-id
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of the experiment. Several agents or devices need an environment in JAX."""
+    """Flags of the experiment. Several agents or devices need an environment written in JAX."""
 
-    exp_name: str = Path(__file__).stem  # part of the folder's name
+    exp_name: str = Path(__file__).stem  # part of the name of the run's folder
     env_id: str = ENV_ID  # Gymnasium environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports MODULE
     env_kwargs: str = "{}"  # arguments of the environment as JSON, such as {"continuous": true}
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
     seed: int = 1  # random seed
-    num_seeds: int = 1  # agents trained in parallel, with this seed and those after it
-    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; an agent for each
-    num_devices: int = 1  # devices per process that agents, or environments of one, are spread over
-    distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
+    num_seeds: int = 1  # agents trained in parallel, with seeds seed, seed + 1, ...
+    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; one agent for each
+    num_devices: int = 1  # devices per process, which share the agents or one agent's environments
+    distributed: str = ""  # train in several processes: auto, or ADDRESS,PROCESSES,ID
     log_interval: int = 1_000  # steps between two log entries
-    eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
+    eval_interval: int = 100_000  # steps between two evaluations; the last one is at the end
     eval_episodes: int = 10  # episodes per evaluation; 0: no evaluation
-    eval_max_steps: int = 30_000  # steps after which an evaluation cuts its episodes off
+    eval_max_steps: int = 30_000  # steps after which an evaluation cuts off its episodes
     eval_explores: bool = False  # explore in evaluations, as at the end of training
-    capture_video: bool = False  # record one more episode at each evaluation
-    checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
+    capture_video: bool = False  # record a video of one more episode at each evaluation
+    checkpoint_interval: int = 100_000  # steps between checkpoints, the last at the end; 0: none
     resume: str = ""  # folder of a run to resume; its flags are the defaults
-    track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
+    track: bool = False  # also log to Weights & Biases, see WANDB_PROJECT and WANDB_ENTITY
 
 
 def need(what: str) -> Any:
-    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
+    """Returns the package cleanreplay. Raises UsageError without it, because `what` needs it."""
     if cleanreplay is None:
         raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
     return cleanreplay
@@ -564,8 +564,8 @@ def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False)
     """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
 
     Its layers belong to the flax module that calls it. Also returns the widths of the layers after
-    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
-    `layer_norm` normalises the layers.
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` initialises the weights.
+    `layer_norm` adds layer normalisation.
     """
     if cleanreplay:
         how = (init, layer_norm)
@@ -575,7 +575,7 @@ def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False)
 
 
 def example_of(observation_space, action, *more) -> Step:
-    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    """Makes a Step of one environment, with the shapes and dtypes that the agent expects."""
     is_bytes = observation_space.dtype in (np.uint8, bool)
     dtype = observation_space.dtype if is_bytes else np.float32
     observation = np.zeros(observation_space.shape, dtype)
@@ -583,7 +583,7 @@ def example_of(observation_space, action, *more) -> Step:
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
-    """Makes N environments that are stepped together."""
+    """Makes N environments, which are stepped together."""
     wrappers: list = []  # of a single environment, such as gym.wrappers.TimeAwareObservation
     kwargs = json.loads(run.env_kwargs)
     if video_folder:
@@ -600,30 +600,30 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     if module:
         importlib.import_module(module)  # registers its environments
     is_toy = str(gym.spec(name).vector_entry_point).startswith("gymnasium.envs.")
-    if mode is None and is_toy and num_envs < 4:  # those of Gymnasium are slow for a few
+    if mode is None and is_toy and num_envs < 4:  # Gymnasium's own are slow for a few environments
         mode = "sync"
     envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
     if mode is None and hasattr(envs.unwrapped, "func_env"):
-        envs.close()  # it steps those written in JAX wrongly: where one resets, others stand still
+        envs.close()  # wrong for environments in JAX: while one resets, others are not stepped
         envs = make(vectorization_mode="sync")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
     space = envs.single_observation_space
     is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
     if args.frame_stack > 1 or not is_vector:
-        envs = need("images, frame_stack or no Box").environments.wrap(envs, args.frame_stack)
+        envs = need("images, frame_stack or non-Box").environments.wrap(envs, args.frame_stack)
     return cleanreplay.environments.Successes(envs) if cleanreplay and training else envs
 
 
 def reset(envs, key, step: int):
-    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
-    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
+    """Starts an episode in each environment. Returns observations, and `valid` [N], all True."""
+    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i has seed + i
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
 
 
 class Log(AbstractContextManager):
-    """The charts of a run in TensorBoard, and its progress.
+    """Writes the charts of a run to TensorBoard, and shows its progress.
 
     `cleanreplay.experiment.Experiment` has the same methods, and also saves, resumes and evaluates.
     """
@@ -631,17 +631,17 @@ class Log(AbstractContextManager):
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
         self.agent, self.run, self.args = agent, run, agent.args
         self.folder = folder
-        self.stop = stop  # has an item if the run is to end
+        self.stop = stop  # the run ends once this has an item
         self.first_step = 0
         self.total = agent.args.total_timesteps
         self.steps_per_iteration = agent.steps_per_iteration
         self.unfinished = np.zeros((2, agent.args.num_envs))  # return and length of each episode
-        self.ended: list = []  # returns and lengths of the episodes that are to be logged
+        self.ended: list = []  # returns and lengths of finished episodes, until they are logged
         self.recent_returns: deque = deque(maxlen=100)
         self.writer: Any = None
 
     def open(self, first_step: int, recent_returns=(), quiet: bool | None = None, writer=None):
-        """Begins the charts and the bar of progress. A run that is resumed has a `first_step`."""
+        """Opens the charts and the progress bar. A resumed run continues at `first_step`."""
         if not quiet:
             where = f"{self.unfinished.shape[1]} x {self.run.env_id}"
             tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
@@ -671,11 +671,11 @@ class Log(AbstractContextManager):
         return jax.jit(train_step, **how)
 
     def saves_on_error(self, step: int, learned=None):
-        """In `with`: if the environments fail, nothing is saved here."""
+        """Returns a context for stepping environments. If they fail, nothing is saved here."""
         return nullcontext()
 
     def count_episodes(self, step: int, rollout: Step):
-        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        """Collects returns and lengths of the episodes that end in a rollout from `step` on."""
         done = rollout.terminated | rollout.truncated
         rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
         for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
@@ -692,7 +692,7 @@ class Log(AbstractContextManager):
         return is_last
 
     def add_metrics(self, step: int, metrics: dict):
-        """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
+        """Logs metrics, means of the finished episodes and the speed. Shows the progress."""
         speed = (step - self.first_step) / max(time.monotonic() - self.start_time, 1e-9)
         metrics = metrics | {"charts/SPS": speed}
         if self.ended:
@@ -709,7 +709,7 @@ class Log(AbstractContextManager):
         self.bar.set_postfix_str(progress)
 
     def write(self, step: int, metrics: dict, wall_time: float = 0):
-        """Adds a point to each chart whose number is finite."""
+        """Adds a point to each chart. Leaves out numbers that are not finite."""
         event = Event(wall_time=wall_time or time.time(), step=step)
         for tag, x in metrics.items():
             if math.isfinite(x):
@@ -717,12 +717,12 @@ class Log(AbstractContextManager):
         self.writer.add_event(event)  # one event for all charts is fastest
 
     def finish(self, why: str):
-        """Ends the run with this iteration or the next one: saved, evaluated, exit code 0."""
+        """Ends the run after this iteration or the next. It is saved and evaluated; exit code 0."""
         tqdm.write(f"the run ends: {why}")
         self.total = 0
 
     def at_evaluation(self, step: int, params, returns):
-        """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
+        """Insert your own code here. Compiled runs call it for each agent. `act` takes `params`."""
 
     def mean_return(self) -> float:
         """Returns the mean return of the last 100 episodes, NaN before the first."""
@@ -744,7 +744,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
     make_more = partial(make_envs, args, run)
     first = cleanreplay.flags.check(args, run, make_more) if cleanreplay else make_more(1)
-    with closing(first):  # all that is to know of the environments is read from it
+    with closing(first):  # the properties of all environments are read from this one
         spaces = (first.single_observation_space, first.single_action_space)
         more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
@@ -753,7 +753,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     if jax_env:
         script = (make_agent, make_more, Log, __file__)
         return cleanreplay.compiled.train(*script, jax_env, env_spaces, run, folder, stop)
-    if cleanreplay and jax.process_count() > 1:  # each steps a share of the environments
+    if cleanreplay and jax.process_count() > 1:  # each process steps a share of the environments
         make_more = partial(cleanreplay.shares.make_envs, make_more)
     agent = make_agent()
     log = Log(agent, run, folder, stop)

@@ -3,14 +3,14 @@
     python r2d2_jax.py --env-id cleanreplay.memory_tasks:CartPoleNoVelocity-v0
     python r2d2_jax.py --env-id cleanreplay.memory_tasks:phys2d/MemoryChain-v0 --num-seeds 5
 
-Read `train_loop` first: the agent learns from a rollout, S steps of N environments, in a thread.
-Meanwhile `collect_rollout` takes the next S steps, with the parameters from before. If the
-environment is written in JAX, cleanreplay/compiled.py makes one program of both: they take turns.
+Read `train_loop` first: a thread learns from a rollout, S steps of N environments, while
+`collect_rollout` takes the next S steps with the previous parameters. If the environment is
+written in JAX, cleanreplay/compiled.py compiles both into one program, in which they take turns.
 
-The replay draws windows of steps, each stored with the memory that the agent had before it. A
-burn-in brings this memory up to date, and the steps after it are learned from. If a time limit
-truncates, the target bootstraps. Differs from the paper: one process, an annealed epsilon, the
-largest priority for new windows, no last reward as input, hyperparameters for small tasks.
+The replay samples sequences of steps, each step stored with the recurrent state before it. A
+burn-in brings the first state up to date, and the agent learns from the steps after it. Targets
+bootstrap if an episode is truncated. Differs from the paper: one process, an annealed epsilon, the
+largest priority for new sequences, no last reward as input, hyperparameters for small tasks.
 """
 
 # `uv run` and `pipx run` install what is listed here.
@@ -55,62 +55,62 @@ from tqdm import tqdm
 
 import buffers
 
-if getattr(find_spec("cleanreplay"), "origin", None):  # None of a folder that is no package
-    import cleanreplay  # saves, resumes, evaluates, sees images, compiles the loop
+if getattr(find_spec("cleanreplay"), "origin", None):  # None for a folder that is not a package
+    import cleanreplay  # saves, resumes, evaluates, handles images, compiles the loop
     from cleanreplay import UsageError
 else:  # this file and buffers.py alone train and log
     cleanreplay: Any = None  # type: ignore[no-redef]
 
     class UsageError(Exception):  # type: ignore[no-redef]
-        """A mistake of the user, which the command line prints as one line."""
+        """An error made by the user. The command line prints it as one line."""
 
 
 @dataclass(frozen=True)
 class Args:
-    """Flags of the algorithm. Steps are environment steps, of all environments together."""
+    """Flags of the algorithm. Steps are environment steps, summed over all environments."""
 
-    total_timesteps: int = 200_000  # steps of training
-    num_envs: int = 8  # environments stepped together
+    total_timesteps: int = 200_000  # number of training steps
+    num_envs: int = 8  # number of environments, stepped together
     learning_rate: float = 1e-3  # learning rate of Adam
     adam_epsilon: float = 1e-3  # epsilon of Adam
-    max_grad_norm: float = 1.0  # largest norm of a gradient, which is scaled down to it
-    buffer_size: int = 50_000  # steps that the replay buffer holds
+    max_grad_norm: float = 1.0  # largest norm of a gradient; larger ones are scaled down to it
+    buffer_size: int = 50_000  # capacity of the replay buffer in steps
     gamma: float = 0.99  # discount factor
     target_network_frequency: int = 2_000  # steps between two updates of the target network
-    batch_size: int = 32  # windows per gradient step
-    start_e: float = 1.0  # epsilon, the probability of a random action, at the start
-    end_e: float = 0.05  # epsilon from the end of exploration-fraction on
+    batch_size: int = 32  # sequences per gradient step
+    start_e: float = 1.0  # initial epsilon, the probability of a random action
+    end_e: float = 0.05  # final epsilon, after exploration-fraction of the run
     exploration_fraction: float = 0.3  # fraction of total-timesteps over which epsilon is annealed
-    learning_starts: int = 5_000  # steps before the first gradient step, which needs a window
+    learning_starts: int = 5_000  # steps before the first gradient step, which needs a sequence
     train_frequency: int = 16  # steps between gradient steps
     hidden_size: int = 64  # width of the LSTM
-    forget_bias: float = 0.0  # of the LSTM's forget gates at the start; above 0 it remembers longer
-    last_action: bool = True  # the network sees the action of the step before
-    burn_in: int = 10  # first steps of a window, which only bring the memory up to date
-    train_length: int = 20  # steps of a window that are learned from
-    period: int = 10  # steps between the starts of two windows, which may overlap
+    forget_bias: float = 0.0  # initial bias of the LSTM's forget gates; above 0 it remembers longer
+    last_action: bool = True  # the network also sees the previous action
+    burn_in: int = 10  # first steps of a sequence, which only bring the recurrent state up to date
+    train_length: int = 20  # steps of a sequence that the agent learns from
+    period: int = 10  # steps between the starts of two sequences, which may overlap
     n_step: int = 3  # n of the n-step return
     double_q: bool = True  # double DQN: the online network selects the next action
-    rescale_values: bool = False  # learn h(Q), which is about the square root of Q
+    rescale_values: bool = False  # learn h(Q), which is roughly the square root of Q
     priority_exponent: float = 0.9  # alpha: 0 is uniform replay, 1 is proportional to priorities
-    priority_max_fraction: float = 0.9  # eta: the rest of a window's priority is its mean error
+    priority_max_fraction: float = 0.9  # eta: a priority is eta * max + (1 - eta) * mean TD error
     importance_exponent: float = 0.0  # beta of the importance weights; 0: none, as in the paper
-    frame_stack: int = 1  # number of last observations that the network sees
-    clip_rewards: bool = False  # learn from the sign of rewards; the charts show the rewards
-    init_from: str = ""  # a run, or the file of an agent: begins with what it had learned
-    save_experience: bool = False  # write all steps that the replay stores to the run's folder
+    frame_stack: int = 1  # number of latest observations that the agent sees
+    clip_rewards: bool = False  # learn from the sign of rewards; charts show them unclipped
+    init_from: str = ""  # begin with what this run (a folder) or agent (a file) has learned
+    save_experience: bool = False  # write every step in the replay to the run's folder, too
 
 
 class QNetwork(nn.Module):
-    """Q(s, .) [W, B, num_actions] of W consecutive steps, and the carry after them.
+    """Computes Q(s, .) [W, B, num_actions] of W consecutive steps, and the carry after them.
 
     An LSTM with dueling heads (Wang et al. 2016). Its carry is 0 after steps that are not `valid`.
     """
 
     num_actions: int
     hidden_size: int
-    last_action: bool  # whether it sees the last action: one-hot, zeros if there was none
-    features: Callable  # makes vectors of observations
+    last_action: bool  # whether the last action is an input: one-hot, or zeros if none
+    features: Callable  # turns observations into vectors
     hidden_sizes: tuple[int, ...]  # widths of the layers before the LSTM
 
     @nn.compact
@@ -145,23 +145,23 @@ class Step(NamedTuple):
 
     An episode s0, s1, s2 that terminates, and the start t0 of the next one (Gymnasium's NEXT_STEP):
 
-        observation   s0     s1     s2     t0     The step at s2 only resets the environment: its
+        observation   s0     s1     s2     t0     The step at s2 is the autoreset step: its
         terminated    False  True   False  False  action is ignored, its reward is 0, and nothing
-        valid         True   True   False  True   is learned from it. Its memory is that of s0 and
+        valid         True   True   False  True   is learned from it. m2 is the state after s0 and
         memory        0      m1     m2     0      s1: a target needs it if s1 truncates.
     """
 
     observation: Any
     action: Any
     reward: Any
-    terminated: Any  # the episode ended by itself
+    terminated: Any  # the episode ended in a terminal state
     truncated: Any  # a time limit cut the episode off
-    valid: Any  # False if the step only resets
-    memory: Any  # before the step: (cell [N, H], hidden [N, H]) of the LSTM, last_action [N]
+    valid: Any  # False for an autoreset step
+    memory: Any  # recurrent state before the step: (cell [N, H], hidden [N, H], last_action [N])
 
 
 class State(NamedTuple):
-    """All that training changes, and so all that a checkpoint must hold."""
+    """Everything that training changes, and so everything that a checkpoint must hold."""
 
     params: Any
     target_params: Any
@@ -170,12 +170,12 @@ class State(NamedTuple):
 
 
 def rescale(x, epsilon=1e-3):
-    """Computes h(x), which makes large values small: section 2.3 of the paper."""
+    """Computes h(x), which shrinks large values: section 2.3 of the paper."""
     return x / (jnp.sqrt(jnp.abs(x) + 1) + 1) + epsilon * x
 
 
 def unscale(x, epsilon=1e-3):
-    """Computes the inverse of h, without differences that would cancel near 0."""
+    """Computes the inverse of h, in a form that stays precise near 0."""
     slope = 1 + 2 * epsilon
     root = 2 * jnp.abs(x) / (slope + jnp.sqrt(slope**2 + 4 * epsilon * jnp.abs(x)))
     return jnp.sign(x) * root * (root + 2)
@@ -185,10 +185,10 @@ class R2D2:
     """The algorithm, as pure functions of a `State`.
 
     `shard_batch` may split a batch over devices, see cleanreplay/compiled.py. `wrap_replay` may
-    make a replay with other batches, see cleanreplay/replays.py; `wrap_network` a network that
-    learns on several devices, see cleanreplay/devices.py. A memory is a tuple
-    (cell [N, H], hidden [N, H], last_action [N]). last_action is 1 + the action of the step before,
-    and 0 if there was none; so a memory is zero at the start of an episode.
+    return a replay that samples other batches, see cleanreplay/replays.py; `wrap_network` a network
+    that learns on several devices, see cleanreplay/devices.py. `memory` is the recurrent state
+    (cell [N, H], hidden [N, H], last_action [N]). last_action is 1 + the previous action, or 0 if
+    there was none, so all of it is zero at the start of an episode.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class R2D2:
         self.shard_batch = shard_batch
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
-        # The smallest number of steps that is a whole number of steps of all environments, and of
-        # gradient steps: num_envs and train_frequency divide it.
+        # The smallest number of steps that num_envs and train_frequency divide: an iteration has
+        # a whole number of steps of all environments, and of gradient steps.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
@@ -224,8 +224,8 @@ class R2D2:
         self.optimizer = optax.flatten(optax.chain(clip, adam))
         exploration_steps = int(args.exploration_fraction * args.total_timesteps)
         self.epsilon_at = optax.linear_schedule(args.start_e, args.end_e, max(exploration_steps, 1))
-        # The replay draws windows of consecutive steps: the burn-in, the steps to learn from, and n
-        # steps after the last of them.
+        # The replay samples sequences of consecutive steps: the burn-in, the steps to learn from,
+        # and n steps after the last of them.
         unit = args.num_envs * args.period
         window = args.burn_in + args.train_length + args.n_step
         size = max(args.buffer_size, args.num_envs * (window + args.period))
@@ -233,13 +233,13 @@ class R2D2:
         shape: Any = dict(num_envs=args.num_envs, sequence_length=window, period=args.period)
         replay = buffers.prioritised_replay(size, args.priority_exponent, **shape)
         self.replay = wrap_replay(replay)
-        smallest = (math.ceil(self.replay.window / args.period) + 1) * unit  # always holds a window
+        smallest = (math.ceil(self.replay.window / args.period) + 1) * unit  # holds a sequence
         if not smallest <= args.learning_starts < args.total_timesteps:
             raise UsageError(f"learning_starts must be from {smallest} to total_timesteps - 1")
-        self.act = jax.jit(self.act)  # for this object, so that the program is freed with it
+        self.act = jax.jit(self.act)  # per agent: the compiled program is freed with the agent
 
     def init(self, key) -> State:
-        """Returns the state before training. Call it in `jit`: `params` stand in it twice."""
+        """Returns the initial state. Call it in `jit`, so that `target_params` are a copy."""
         window = jax.tree.map(lambda x: jnp.zeros((1, 1, *x.shape), x.dtype), self.example_step)
         params = self.network.init(key, *self.inputs(window))
         params["params"]["lstm"]["hf"]["bias"] += self.args.forget_bias
@@ -257,7 +257,7 @@ class R2D2:
         return tuple([np.zeros((num_envs, *x.shape), x.dtype) for x in example])
 
     def act(self, params, observation, memory, key=None, step=0):
-        """Chooses actions [N], epsilon-greedily with a key. Also returns the memory after them."""
+        """Chooses actions [N], epsilon-greedily with a key. Also returns the next `memory`."""
         cell, hidden, last_action = memory
         step_input = observation[None], last_action[None], jnp.ones((1, len(observation)), bool)
         q_values, carry = self.network.apply(params, (cell, hidden), *step_input)
@@ -274,13 +274,13 @@ class R2D2:
         return action + self.first_action
 
     def to_window(self, window: Step, key) -> Step:
-        """Turns sequences of steps [B, W, ...] into [W, B, ...]. Use the key if you draw."""
+        """Turns sequences [B, W, ...] into [W, B, ...]. `key` is for changes of your own."""
         if self.args.clip_rewards:
             window = window._replace(reward=jnp.sign(window.reward))
         return jax.tree.map(lambda x: x.swapaxes(0, 1), window)
 
     def inputs(self, window: Step):
-        """Returns the network's inputs for a window [W, B, ...], first the carry at its start."""
+        """Returns the network's inputs for sequences [W, B, ...], first their initial carry."""
         cell, hidden, last_action = window.memory
         return (cell[0], hidden[0]), window.observation, last_action, window.valid
 
@@ -295,10 +295,10 @@ class R2D2:
         return self.network.apply(params, carry, *after)[0]
 
     def targets(self, window: Step, next_value):
-        """Computes n-step targets [L, B] of windows [L + n, B] with values [L + n, B]."""
+        """Computes n-step targets [L, B] of sequences [L + n, B] with values [L + n, B]."""
         length = self.args.train_length
 
-        def following(x, first):  # [L, B, n]: for step t the rows t + first to t + first + n - 1
+        def following(x, first):  # [L, B, n]: for step t the steps t + first to t + first + n - 1
             columns = [x[first + i : first + i + length] for i in range(self.args.n_step)]
             return jnp.stack(columns, axis=-1)
 
@@ -308,7 +308,7 @@ class R2D2:
             following(window.terminated, 0),
             following(window.truncated, 0),
         )
-        # A step that only resets has the last observation of its episode, and the memory of it.
+        # An autoreset step has the last observation of its episode, and the matching memory.
         last = num_steps[..., None] - 1
         next_value = jnp.take_along_axis(following(next_value, 1), last, axis=-1)[..., 0]
         if self.args.rescale_values:
@@ -316,7 +316,7 @@ class R2D2:
         return reward + discount * next_value
 
     def loss(self, params, target_params, window: Step, weights):
-        """Returns the weighted mean squared TD error of windows [W, B, ...]; metrics, TD errors."""
+        """Returns the weighted mean squared TD error of sequences, metrics and TD errors [L, B]."""
         args = self.args
         q_values = self.unroll(params, window)
         next_q = self.unroll(target_params, window)
@@ -335,14 +335,14 @@ class R2D2:
         return loss, ({"losses/td_loss": loss, "losses/q_values": mean_value}, td_error)
 
     def priorities(self, td_error, valid):
-        """Computes priorities [B] from TD errors [L, B], 0 where not valid: section 2.3."""
+        """Computes priorities [B] from TD errors [L, B], which are 0 if not valid: section 2.3."""
         error = jnp.abs(td_error)
         mean = error.sum(axis=0) / jnp.maximum(valid.sum(axis=0), 1)
         eta = self.args.priority_max_fraction
-        return eta * error.max(axis=0) + (1 - eta) * mean + 1e-6  # so that all can be drawn
+        return eta * error.max(axis=0) + (1 - eta) * mean + 1e-6  # so that all can be sampled
 
     def gradient_step(self, state: State, key, step, next_step) -> tuple[State, dict]:
-        """Learns from a batch of the replay at `step`. The next gradient step is at `next_step`."""
+        """Learns from a sampled batch at `step`. The next gradient step is at `next_step`."""
         args = self.args
         sample = self.replay.sample(state.replay, key, args.batch_size)
         window = self.shard_batch(sample.experience)
@@ -378,7 +378,7 @@ class R2D2:
 
 
 def keep_memory(memory: tuple, valid) -> tuple:
-    """Returns the memory after a step, zeros where the step only reset: not `valid` [N]."""
+    """Returns the recurrent state after a step: zeros after an autoreset step, not `valid` [N]."""
     return tuple([np.where(valid, np.asarray(x).T, 0).T for x in memory])
 
 
@@ -399,14 +399,14 @@ def collect_rollout(agent: R2D2, envs, params, env_state: tuple, key, step: int)
         valids[t] = valid
         memory = keep_memory(memory, valid)
         valid = ~(terminations[t] | truncations[t])
-    rewards[~valids] = 0  # whatever the environments return for a reset
+    rewards[~valids] = 0  # whatever the environments return for an autoreset step
     return rollout, (observation, valid, memory)
 
 
 def train_loop(agent: R2D2, envs, log, key) -> State:
-    """Learns from each rollout in a thread while the next one is collected. Returns the State."""
+    """Learns from each rollout in a thread while collecting the next. Returns the final State."""
     init_key, act_key, learn_key = jax.random.split(key, 3)
-    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the one that is resumed
+    state = log.begin(envs, partial(jax.jit(agent.init), init_key))  # or the resumed state
     params = jax.tree.map(jnp.copy, agent.policy_params(state))  # `state` will be overwritten
     train_step = log.jit(agent.train_step, donate_argnums=0)  # the new state overwrites the old one
     collect = partial(collect_rollout, agent, envs, key=act_key)
@@ -438,30 +438,30 @@ ENV_ID = "cleanreplay.memory_tasks:CartPoleNoVelocity-v0" if cleanreplay else "C
 
 @dataclass(frozen=True)
 class Run:
-    """Flags of the experiment. Several agents or devices need an environment in JAX."""
+    """Flags of the experiment. Several agents or devices need an environment written in JAX."""
 
-    exp_name: str = Path(__file__).stem  # part of the folder's name
+    exp_name: str = Path(__file__).stem  # part of the name of the run's folder
     env_id: str = ENV_ID  # Gymnasium environment; MODULE:ID, as ale_py:ALE/Pong-v5, imports MODULE
     env_kwargs: str = "{}"  # arguments of the environment as JSON, such as {"continuous": true}
     vectorization: Literal["auto", "sync", "async"] = "auto"  # auto: the environment's own, or sync
     seed: int = 1  # random seed
-    num_seeds: int = 1  # agents trained in parallel, with this seed and those after it
-    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; an agent for each
-    num_devices: int = 1  # devices per process that agents, or environments of one, are spread over
-    distributed: str = ""  # train with other processes: auto, or ADDRESS,PROCESSES,ID
+    num_seeds: int = 1  # agents trained in parallel, with seeds seed, seed + 1, ...
+    sweep: tuple[str, ...] = ()  # values of float flags, as gamma=0.9,0.99; one agent for each
+    num_devices: int = 1  # devices per process, which share the agents or one agent's environments
+    distributed: str = ""  # train in several processes: auto, or ADDRESS,PROCESSES,ID
     log_interval: int = 1_000  # steps between two log entries
-    eval_interval: int = 100_000  # steps between two evaluations; there is one at the end
+    eval_interval: int = 100_000  # steps between two evaluations; the last one is at the end
     eval_episodes: int = 10  # episodes per evaluation; 0: no evaluation
-    eval_max_steps: int = 30_000  # steps after which an evaluation cuts its episodes off
+    eval_max_steps: int = 30_000  # steps after which an evaluation cuts off its episodes
     eval_explores: bool = False  # explore in evaluations, as at the end of training
-    capture_video: bool = False  # record one more episode at each evaluation
-    checkpoint_interval: int = 100_000  # steps between two checkpoints, one at the end; 0: none
+    capture_video: bool = False  # record a video of one more episode at each evaluation
+    checkpoint_interval: int = 100_000  # steps between checkpoints, the last at the end; 0: none
     resume: str = ""  # folder of a run to resume; its flags are the defaults
-    track: bool = False  # log to Weights & Biases, too; WANDB_PROJECT, WANDB_ENTITY say where
+    track: bool = False  # also log to Weights & Biases, see WANDB_PROJECT and WANDB_ENTITY
 
 
 def need(what: str) -> Any:
-    """Returns the package cleanreplay. UsageError without it, where `what` needs it."""
+    """Returns the package cleanreplay. Raises UsageError without it, because `what` needs it."""
     if cleanreplay is None:
         raise UsageError(f"{what}: this needs the package cleanreplay, which is not installed")
     return cleanreplay
@@ -471,8 +471,8 @@ def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False)
     """Makes a function from observations [B, ...] to vectors [B, F], for the start of a network.
 
     Its layers belong to the flax module that calls it. Also returns the widths of the layers after
-    it: `hidden_sizes`, or () after the convolutions of an image. `init` draws the weights.
-    `layer_norm` normalises the layers.
+    it: `hidden_sizes`, or () after the convolutions of an image. `init` initialises the weights.
+    `layer_norm` adds layer normalisation.
     """
     if cleanreplay:
         how = (init, layer_norm)
@@ -482,7 +482,7 @@ def features_of(observation_space, hidden_sizes=(), init=None, layer_norm=False)
 
 
 def example_of(observation_space, action, *more) -> Step:
-    """Makes a Step of one environment, with the shapes and dtypes that the agent takes."""
+    """Makes a Step of one environment, with the shapes and dtypes that the agent expects."""
     is_bytes = observation_space.dtype in (np.uint8, bool)
     dtype = observation_space.dtype if is_bytes else np.float32
     observation = np.zeros(observation_space.shape, dtype)
@@ -490,7 +490,7 @@ def example_of(observation_space, action, *more) -> Step:
 
 
 def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", training: bool = False):
-    """Makes N environments that are stepped together."""
+    """Makes N environments, which are stepped together."""
     wrappers: list = []  # of a single environment, such as gym.wrappers.TimeAwareObservation
     kwargs = json.loads(run.env_kwargs)
     if video_folder:
@@ -507,30 +507,30 @@ def make_envs(args: Args, run: Run, num_envs: int, video_folder: str = "", train
     if module:
         importlib.import_module(module)  # registers its environments
     is_toy = str(gym.spec(name).vector_entry_point).startswith("gymnasium.envs.")
-    if mode is None and is_toy and num_envs < 4:  # those of Gymnasium are slow for a few
+    if mode is None and is_toy and num_envs < 4:  # Gymnasium's own are slow for a few environments
         mode = "sync"
     envs: Any = make(vectorization_mode=mode, vector_kwargs=how)
     if mode is None and hasattr(envs.unwrapped, "func_env"):
-        envs.close()  # it steps those written in JAX wrongly: where one resets, others stand still
+        envs.close()  # wrong for environments in JAX: while one resets, others are not stepped
         envs = make(vectorization_mode="sync")
     if envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"env_id {run.env_id}: its autoreset_mode must be NEXT_STEP")
     space = envs.single_observation_space
     is_vector = isinstance(space, Box) and (space.dtype.kind == "f" or len(space.shape) < 2)
     if args.frame_stack > 1 or not is_vector:
-        envs = need("images, frame_stack or no Box").environments.wrap(envs, args.frame_stack)
+        envs = need("images, frame_stack or non-Box").environments.wrap(envs, args.frame_stack)
     return cleanreplay.environments.Successes(envs) if cleanreplay and training else envs
 
 
 def reset(envs, key, step: int):
-    """Starts an episode in each environment. Returns observations, and `valid` [N] of a step."""
-    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i adds i to it
+    """Starts an episode in each environment. Returns observations, and `valid` [N], all True."""
+    seed = int(jax.random.fold_in(key, step)[0]) // 4  # below 2**30: environment i has seed + i
     observation, _ = envs.reset(seed=seed)
     return observation, np.ones(envs.num_envs, bool)
 
 
 class Log(AbstractContextManager):
-    """The charts of a run in TensorBoard, and its progress.
+    """Writes the charts of a run to TensorBoard, and shows its progress.
 
     `cleanreplay.experiment.Experiment` has the same methods, and also saves, resumes and evaluates.
     """
@@ -538,17 +538,17 @@ class Log(AbstractContextManager):
     def __init__(self, agent: Agent, run: Run, folder: Path, stop: list):
         self.agent, self.run, self.args = agent, run, agent.args
         self.folder = folder
-        self.stop = stop  # has an item if the run is to end
+        self.stop = stop  # the run ends once this has an item
         self.first_step = 0
         self.total = agent.args.total_timesteps
         self.steps_per_iteration = agent.steps_per_iteration
         self.unfinished = np.zeros((2, agent.args.num_envs))  # return and length of each episode
-        self.ended: list = []  # returns and lengths of the episodes that are to be logged
+        self.ended: list = []  # returns and lengths of finished episodes, until they are logged
         self.recent_returns: deque = deque(maxlen=100)
         self.writer: Any = None
 
     def open(self, first_step: int, recent_returns=(), quiet: bool | None = None, writer=None):
-        """Begins the charts and the bar of progress. A run that is resumed has a `first_step`."""
+        """Opens the charts and the progress bar. A resumed run continues at `first_step`."""
         if not quiet:
             where = f"{self.unfinished.shape[1]} x {self.run.env_id}"
             tqdm.write(f"{self.folder}: {where}, {jax.devices()[0].device_kind}")
@@ -578,11 +578,11 @@ class Log(AbstractContextManager):
         return jax.jit(train_step, **how)
 
     def saves_on_error(self, step: int, learned=None):
-        """In `with`: if the environments fail, nothing is saved here."""
+        """Returns a context for stepping environments. If they fail, nothing is saved here."""
         return nullcontext()
 
     def count_episodes(self, step: int, rollout: Step):
-        """Keeps the returns and lengths of the episodes that end in a rollout from `step` on."""
+        """Collects returns and lengths of the episodes that end in a rollout from `step` on."""
         done = rollout.terminated | rollout.truncated
         rewards_and_steps = np.stack([rollout.reward, rollout.valid], 1, dtype=float)  # [S, 2, N]
         for row, over, is_end in zip(rewards_and_steps, done, done.any(axis=1), strict=True):
@@ -599,7 +599,7 @@ class Log(AbstractContextManager):
         return is_last
 
     def add_metrics(self, step: int, metrics: dict):
-        """Logs metrics, the means of the episodes that ended and the speed; shows the progress."""
+        """Logs metrics, means of the finished episodes and the speed. Shows the progress."""
         speed = (step - self.first_step) / max(time.monotonic() - self.start_time, 1e-9)
         metrics = metrics | {"charts/SPS": speed}
         if self.ended:
@@ -616,7 +616,7 @@ class Log(AbstractContextManager):
         self.bar.set_postfix_str(progress)
 
     def write(self, step: int, metrics: dict, wall_time: float = 0):
-        """Adds a point to each chart whose number is finite."""
+        """Adds a point to each chart. Leaves out numbers that are not finite."""
         event = Event(wall_time=wall_time or time.time(), step=step)
         for tag, x in metrics.items():
             if math.isfinite(x):
@@ -624,12 +624,12 @@ class Log(AbstractContextManager):
         self.writer.add_event(event)  # one event for all charts is fastest
 
     def finish(self, why: str):
-        """Ends the run with this iteration or the next one: saved, evaluated, exit code 0."""
+        """Ends the run after this iteration or the next. It is saved and evaluated; exit code 0."""
         tqdm.write(f"the run ends: {why}")
         self.total = 0
 
     def at_evaluation(self, step: int, params, returns):
-        """Insert your own code here: compiled runs call it, too, for each agent. `params` act."""
+        """Insert your own code here. Compiled runs call it for each agent. `act` takes `params`."""
 
     def mean_return(self) -> float:
         """Returns the mean return of the last 100 episodes, NaN before the first."""
@@ -651,7 +651,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     folder = Path(run.resume or "runs/" + re.sub(r"[/:[\\]", "-", name)).absolute()
     make_more = partial(make_envs, args, run)
     first = cleanreplay.flags.check(args, run, make_more) if cleanreplay else make_more(1)
-    with closing(first):  # all that is to know of the environments is read from it
+    with closing(first):  # the properties of all environments are read from this one
         spaces = (first.single_observation_space, first.single_action_space)
         more = cleanreplay.replays.options(args, first, make_more) if cleanreplay else {}
         make_agent = partial(Agent, args, *spaces, **more)
@@ -660,7 +660,7 @@ def train(args: Args, run: Run, stop: list | None = None):
     if jax_env:
         script = (make_agent, make_more, Log, __file__)
         return cleanreplay.compiled.train(*script, jax_env, env_spaces, run, folder, stop)
-    if cleanreplay and jax.process_count() > 1:  # each steps a share of the environments
+    if cleanreplay and jax.process_count() > 1:  # each process steps a share of the environments
         make_more = partial(cleanreplay.shares.make_envs, make_more)
     agent = make_agent()
     log = Log(agent, run, folder, stop)

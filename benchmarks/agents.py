@@ -1,10 +1,10 @@
-"""Evaluates agents in files, and prints a table of their returns.
+"""Evaluates the agents in files, and prints a table of their returns.
 
     python benchmarks/agents.py
     python benchmarks/agents.py runs/CartPole-v1__dqn_jax__1__1795189555123456/best.safetensors
 
 Each agent plays `--episodes` episodes without exploration, with the seeds 0, 1, 2 and so on.
-Without a file it is those in benchmarks/agents. With `--store` the files are copied there.
+Without a file it evaluates those in benchmarks/agents. With `--store` it copies the files there.
 """
 
 import argparse
@@ -25,7 +25,7 @@ HEADS = ["agent", "flags", "steps", "return", "lowest", "highest", "kB"]
 
 
 def evaluate(file: Path, episodes: int) -> np.ndarray:
-    """The returns [episodes] of an agent."""
+    """Plays episodes with an agent. Returns their returns [episodes]."""
     script = ROOT / agent_file.open_agent(file).about["script"]
     loaded = policies.load_agent(file, script)
     agent, params, run = loaded.agent, loaded.params, replace(loaded.run, vectorization="sync")
@@ -38,7 +38,7 @@ def evaluate(file: Path, episodes: int) -> np.ndarray:
 
 
 def flags(file: Path) -> str:
-    """The command that trained an agent: its script, and the flags that are no defaults."""
+    """Returns the command that trained an agent: its script and non-default flags."""
     about = agent_file.open_agent(file).about
     module = policies.import_script(ROOT / about["script"])
     given = [about["script"]]
@@ -60,7 +60,7 @@ def as_text(flag: str, value: Any, default: Any) -> str:
 
 
 def store(file: Path) -> Path:
-    """Copies an agent to benchmarks/agents. It names its script without a path, to be found."""
+    """Copies an agent to benchmarks/agents, with the name of its script instead of its path."""
     stored = agent_file.open_agent(file)
     about = stored.about
     name = f"{about['run']['env_id']}__{about['run']['exp_name']}"
@@ -71,7 +71,7 @@ def store(file: Path) -> Path:
 
 
 def row(file: Path, returns: np.ndarray) -> list[str]:
-    """That of the table."""
+    """Makes a row of the table."""
     spread = f"{returns.mean():.1f} ± {returns.std(ddof=1):.1f}"
     steps = f"{agent_file.open_agent(file).about['step']:,}"
     ends = [f"{returns.min():.1f}", f"{returns.max():.1f}"]
@@ -80,10 +80,10 @@ def row(file: Path, returns: np.ndarray) -> list[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="of agents")
-    parser.add_argument("--episodes", type=int, default=100, help="of each agent")
+    parser.add_argument("files", nargs="*", type=Path, help="files of agents")
+    parser.add_argument("--episodes", type=int, default=100, help="episodes of each agent")
     parser.add_argument("--store", action="store_true", help="copy the files to benchmarks/agents")
     given = parser.parse_args()
     files = given.files or sorted(AGENTS.glob("*.safetensors"))

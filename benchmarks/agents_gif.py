@@ -21,7 +21,7 @@ PICTURES_PER_SECOND = 15
 
 
 def episode(agent: str, seed: int, size: int, count: int) -> list[np.ndarray]:
-    """The first pictures [size, size, 3] of an episode, `count` of them."""
+    """Plays an episode. Returns its first `count` pictures [size, size, 3]."""
     script = ROOT / agent_file.open_agent(agent_file.find(agent)).about["script"]
     loaded = policies.load_agent(agent, script)
     envs, draw = make_drawn(loaded, "rgb_array")

@@ -1,11 +1,10 @@
-"""Steps per second of dqn_jax.py with slow environments, in one process and in one for each.
+"""Measures steps per second of dqn_jax.py with slow environments, in one process and in several.
 
     python benchmarks/async_envs.py
 
-A step of the environment takes `--milliseconds`, in which it either computes or only waits, as one
-does that talks to a simulator in another process. Prints a line for each kind: steps per second
-with `--vectorization sync` and with `async`, by median, least and most of interleaved rounds, and
-their ratio.
+A step of the environment takes `--milliseconds`. It either computes, or only waits, as with a
+simulator in another process. Prints a line for each kind: steps per second with `--vectorization
+sync` and with `async`, as median, minimum and maximum of interleaved rounds, and their ratio.
 """
 
 import argparse
@@ -28,7 +27,7 @@ import dqn_jax
 
 
 class Slow(gym.Env):
-    """Zeros; each step takes `seconds`, and 100 steps are an episode."""
+    """An environment that observes zeros. A step takes `seconds`, an episode has 100 steps."""
 
     observation_space = gym.spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -56,7 +55,7 @@ if __name__ == "async_envs":  # as the scripts and the processes of the environm
 
 
 def steps_per_second(kwargs: dict, num_envs: int, steps: int, vectorization: Any) -> float:
-    """Of the second half of a run, which has no start of processes and no compilation in it."""
+    """Measures the second half of a run, which excludes the start of processes and compilation."""
     args = dqn_jax.Args(total_timesteps=steps, num_envs=num_envs, learning_starts=steps // 4)
     run = dqn_jax.Run(
         env_id="async_envs:Slow-v0",

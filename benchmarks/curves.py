@@ -1,4 +1,4 @@
-"""Learning curves of your own runs: a picture for each environment, a line for each script.
+"""Draws learning curves of your own runs: a picture per environment, a line per script.
 
     pip install -e ".[plot]"
     python benchmarks/curves.py runs/CartPole-v1__* --output curves
@@ -25,7 +25,7 @@ def main(
     Args:
         folders: folders of runs, each with an args.json
         output: folder of the pictures
-        evaluated: draw the evaluations, not the mean of the last 100 episodes
+        evaluated: draw the evaluations instead of the mean of the last 100 episodes
     """
     curves: dict = defaultdict(lambda: defaultdict(list))
     for folder in folders:

@@ -3,14 +3,14 @@
 #
 #     pip install -e ".[test,bench]" && bash benchmarks/gpu.sh tests|buffers|images|agents|sweep|droq
 #
-# The output also goes to runs/gpu/. With SMALL=1 each command runs for a moment only, to see that it
+# The output also goes to runs/gpu/. With SMALL=1 each command runs only briefly, to check that it
 # works, also on a CPU. DROQ_ENV is the environment of droq, by default Hopper-v5.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p runs/gpu
 exec > >(tee "runs/gpu/$1.log") 2>&1
 
-pick() { # the first value with SMALL=1, otherwise the second
+pick() { # prints the first value with SMALL=1, otherwise the second
     if [ -n "${SMALL:-}" ]; then echo "$1"; else echo "$2"; fi
 }
 
@@ -39,7 +39,7 @@ sweep) # 1,000 agents: 10 learning rates, 10 discounts, 10 seeds
         --num-seeds $(pick 1 10) --log-interval 50000 --total-timesteps $(pick 20000 500000) \
         --eval-interval 500000
     ;;
-droq) # three seeds at once, which take turns without NVIDIA's MPS
+droq) # three seeds at once; without NVIDIA's MPS they take turns
     export XLA_PYTHON_CLIENT_PREALLOCATE=false
     export XLA_FLAGS=$(pick "" "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL")
     if command -v nvidia-cuda-mps-control > /dev/null; then nvidia-cuda-mps-control -d; fi
@@ -51,6 +51,6 @@ droq) # three seeds at once, which take turns without NVIDIA's MPS
             --critic-dropout 0.01 --q-lr 3e-4 &
         runs+=($!)
     done
-    wait "${runs[@]}" # a wait for all would also wait for tee
+    wait "${runs[@]}" # a plain wait would also wait for tee
     ;;
 esac

@@ -1,11 +1,11 @@
-"""Milliseconds of a gradient step of DQN on images: dqn_jax.py beside the same in PyTorch.
+"""Measures milliseconds of a gradient step of DQN on images: dqn_jax.py beside PyTorch.
 
     pip install -e ".[bench]" && python benchmarks/image_step.py
 
-Each draws 32 of 2,000 transitions, and takes a step of Adam. Both run in turn, each time in a new
-process, on a GPU if JAX finds one, else on one core and on two. dqn_jax.py takes its steps in a
-loop inside of one compiled call, and each in a call of its own. Prints medians over the rounds, the
-least and the most, and how many times as long PyTorch takes, round by round.
+Each samples 32 of 2,000 transitions, and takes a step of Adam. Both run in turn, each time in a new
+process, on a GPU if JAX finds one, else on one core and on two. dqn_jax.py takes its steps once in
+a loop inside one compiled call, and once each in a call of its own. Prints median, minimum and
+maximum over the rounds, and the ratio of PyTorch's time to ours in each round.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TRANSITIONS, BATCH, LOOP = 2_000, 32, 5
 
 
 def milliseconds(step: Callable[[], Any], repeats: int = 15) -> float:
-    """The median of that many calls, after two that are not counted."""
+    """Returns the median time of `repeats` calls, after two that are not counted."""
     times = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
@@ -36,7 +36,7 @@ def milliseconds(step: Callable[[], Any], repeats: int = 15) -> float:
 
 
 def experience(shape: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random observations, actions and rewards."""
+    """Makes random observations, actions and rewards."""
     rng = np.random.default_rng(0)
     observation = rng.integers(256, size=(TRANSITIONS, *shape), dtype=np.uint8)
     action = rng.integers(6, size=TRANSITIONS)
@@ -45,7 +45,7 @@ def experience(shape: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def time_ours(shape: tuple) -> list[float]:
-    """[a step in a loop, a step alone], of dqn_jax.py."""
+    """Measures dqn_jax.py. Returns milliseconds of [a step in a loop, a step alone]."""
     import gymnasium as gym
     import jax
 
@@ -78,7 +78,7 @@ def time_ours(shape: tuple) -> list[float]:
 
 
 def time_torch(shape: tuple) -> list[float]:
-    """[a step], written as CleanRL's dqn_atari.py writes it."""
+    """Measures the code of CleanRL's dqn_atari.py. Returns milliseconds of [a step]."""
     import torch
     from torch import nn
 
@@ -127,7 +127,7 @@ def time_torch(shape: tuple) -> list[float]:
 
 
 def device_kind() -> str:
-    """What JAX computes on."""
+    """Returns the device that JAX computes on."""
     import jax
 
     return jax.devices()[0].device_kind
@@ -141,15 +141,15 @@ def in_new_process(function: Callable, shape: tuple, cores: set[int]) -> list[fl
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write all of it to this file")
+    parser.add_argument("--json", type=Path, help="also write all results to this file")
     args = parser.parse_args()
     text, about = header(["jax", "flax", "numpy", "torch"])
     available = sorted(os.sched_getaffinity(0))
     places = {str(count): set(available[:count]) for count in (1, 2)}
-    with get_context("spawn").Pool(1) as pool:  # not here, where it would take the GPU's memory
+    with get_context("spawn").Pool(1) as pool:  # in this process JAX would keep the GPU's memory
         device = pool.apply(device_kind)
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # then PyTorch takes no GPU, either
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that PyTorch does not use a GPU, either
     else:
         places = {device: set(available)}
     print(text)

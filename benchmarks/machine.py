@@ -1,4 +1,4 @@
-"""What the benchmarks share: where they ran, and how they sum up and write what they measured."""
+"""Shared by the benchmarks: descriptions of the machine, statistics and tables of results."""
 
 import ctypes
 import gc
@@ -18,7 +18,7 @@ MISSING = "not installed"
 
 
 def resident(field: str = "VmRSS:") -> int:
-    """Physical memory of this process once what is free has been given back; only on Linux."""
+    """Returns the physical memory of this process, without freed memory; only on Linux."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -26,16 +26,16 @@ def resident(field: str = "VmRSS:") -> int:
 
 
 def processor() -> str:
-    """Its model, as the system names it."""
+    """Returns the model of the processor, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux, or a processor that has no such line
+    except (OSError, StopIteration):  # not Linux, or a processor without such a line
         return platform.processor() or platform.machine()
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory, system and Python."""
+    """Describes the processor, the cores that this process may use, memory, system and Python."""
     affinity = getattr(os, "sched_getaffinity", None)
     return {
         "processor": processor(),
@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The version of each, or that it is not installed."""
+    """Returns the version of each package, or MISSING."""
     found = {}
     for package in packages:
         try:
@@ -58,7 +58,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def header(packages: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    """A paragraph to print, and the same for JSON."""
+    """Describes machine and versions: a paragraph to print, and the same for JSON."""
     about = {"machine": machine(), "versions": versions(packages)}
     here = about["machine"]
     lines = [
@@ -70,14 +70,14 @@ def header(packages: Iterable[str]) -> tuple[str, dict[str, Any]]:
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes it, if there is a path to write to; what is not a finite number is null."""
+    """Writes the result if there is a path. Numbers that are not finite become null."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
 
 
 def finite(x: Any) -> Any:
-    """The same, with None for every infinity and NaN: JSON has neither."""
+    """Replaces every infinity and NaN by None, because JSON has neither."""
     if isinstance(x, dict):
         return {key: finite(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
@@ -88,29 +88,29 @@ def finite(x: Any) -> Any:
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """Median, least and most; only the median where they are all the same, or it is infinite."""
+    """Writes median, minimum and maximum; only the median if all are equal or it is infinite."""
     three = statistics.median(values), min(values), max(values)
     median, low, high = ("never" if x == float("inf") else f"{x:,.{digits}f}" for x in three)
     return median if median == "never" or three[1] == three[2] else f"{median} ({low} to {high})"
 
 
 def ratios(values: list[float], base: list[float]) -> list[float]:
-    """One by the other, repetition by repetition."""
+    """Divides the values by those of `base`, repetition by repetition."""
     return [x / y for x, y in zip(values, base, strict=True)]
 
 
 def line(cells: Iterable[str]) -> str:
-    """One line of a Markdown table."""
+    """Makes a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
 def table(heads: list[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
+    """Makes a Markdown table."""
     return "\n".join(map(line, [heads, ["---"] * len(heads), *rows]))
 
 
 def records(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table of rows with the same keys; of a list the spread, of 0.0 nothing."""
+    """Makes a Markdown table of rows with the same keys: lists as spreads, 0.0 as empty cells."""
 
     def cell(x: Any) -> str:
         number = f"{x:,.2f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x

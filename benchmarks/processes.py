@@ -1,11 +1,11 @@
-"""Seconds per 100,000 steps of ppo_jax.py whose environments are stepped by several processes.
+"""Measures seconds per 100,000 steps of ppo_jax.py with environments in several processes.
 
     python benchmarks/processes.py
 
 Trains with 8 environments in one process, in one with `--vectorization async`, and in 2 and 4
-processes with `--distributed`, all on the cores of this machine. A step of the environment takes so
-many milliseconds, in which it computes or only waits; the last row is of MuJoCo. Prints medians,
-least and most of interleaved rounds, of the second half of each run. A round takes ten minutes.
+processes with `--distributed`, all on the cores of this machine. An environment computes or only
+waits for some milliseconds per step; the last row is of MuJoCo. Prints median, minimum and maximum
+of interleaved rounds, for the second half of each run. A round takes ten minutes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 
 
 def slow(milliseconds: float, computes: bool, steps: int) -> tuple[str, str, int]:
-    """The environment, its arguments, and how many steps are measured."""
+    """Returns a slow environment, its arguments, and the number of steps that a run takes."""
     kwargs = json.dumps({"seconds": milliseconds / 1000, "computes": computes})
     return "async_envs:Slow-v0", kwargs, steps
 

@@ -1,12 +1,12 @@
-"""RecurrentPPO of sb3-contrib, with the flags that `returns.py` gives to a script.
+"""Trains RecurrentPPO of sb3-contrib, with the flags that `returns.py` gives to a script.
 
     pip install -e ".[bench]"
     python benchmarks/returns.py --scripts r2d2_jax benchmarks/recurrent_ppo --seeds 3 \
         --env-ids cleanreplay.memory_tasks:CartPoleNoVelocity-v0 --evaluations \
         -- --total-timesteps 100000 --eval-interval 10000
 
-The hyperparameters are those of rl-baselines3-zoo for CartPole without velocities. An evaluation is
-as in the scripts: one episode in each of ten environments, without exploration.
+The hyperparameters are those of rl-baselines3-zoo for CartPole without velocities. Evaluations are
+like those of the scripts: one episode in each of ten environments, without exploration.
 """
 
 import json
@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import tyro
-from machine import ROOT  # noqa: F401  with it cleanreplay is found
+from machine import ROOT  # noqa: F401  makes cleanreplay importable
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -1,13 +1,13 @@
-"""Microseconds of each operation of the buffers, from Python and inside lax.scan, beside peers.
+"""Measures microseconds of the buffers' operations, in Python and lax.scan, beside peers.
 
     pip install -e ".[bench]" && python benchmarks/replay_buffers.py --json buffers.json
 
-A line for each buffer, operation, place and capacity: our median, least and most over interleaved
-repetitions, and of each peer its median, and the median, least and most of its ratio to ours in the
-same repetition (above 1: ours is faster). Then, of a loop of each operation, the time to compile it
-and the memory that it needs beside the buffer; and the memory of each buffer in a new process: of
-its arrays, what filling it adds to the process, and at most while each operation runs once. Buffers
-are full, with the write position in the middle; the circular one is half full.
+Prints a line for each buffer, operation, place and capacity: our median, minimum and maximum over
+interleaved repetitions, and for each peer its median, and median, minimum and maximum of its ratio
+to ours in the same repetition (above 1: ours is faster). Then, for a loop of each operation, the
+time to compile it and the memory it needs besides the buffer; and the memory of each buffer in a
+new process: of its arrays, of the process after filling it, and the peak while each operation runs
+once. Buffers are full, with the write position in the middle; the circular one is half full.
 """
 
 import argparse
@@ -30,39 +30,39 @@ from machine import MISSING, header, line, ratios, records, resident, spread, ta
 import buffers
 
 BATCH = 256
-WINDOWS, LENGTH, ENVS = 32, 8, 8  # windows drawn at once, their steps, environments
-CLUSTERS, AGENTS = 8, 4  # agents: of which `vmap` stacks the buffers, as the compiled scripts do
-KEY = np.zeros(2, np.uint32)  # NumPy: before JAX's first array `main` sets how it dispatches
+WINDOWS, LENGTH, ENVS = 32, 8, 8  # sequences per sample, their length, environments
+CLUSTERS, AGENTS = 8, 4  # `vmap` stacks the buffers of the agents, as the compiled scripts do
+KEY = np.zeros(2, np.uint32)  # NumPy: `main` configures JAX before its first array
 STEP = dict(action=np.int32(1), reward=np.float32(1), terminated=np.array(False))
 ITEMS: dict[str, dict[str, Any]] = {
     "cartpole": STEP | dict.fromkeys(("observation", "next_observation"), np.ones(4, np.float32)),
     "image": {"observation": np.ones((32, 32, 3), np.float32)},
 }
 Naive = namedtuple("Naive", "storage weights cursor oldest size")  # weights: {"": [capacity]}
-# By its name calls has call(state, key, indices, priorities) -> (state, what was drawn) for each
-# operation; with `counts_on` the indices of new items go on to do so when others are overwritten.
+# `calls` maps names of operations to call(state, key, indices, priorities) -> (state, sample). With
+# `counts_on` indices keep increasing when items are overwritten.
 Peer = namedtuple("Peer", "state calls held counts_on")
 
 
 def several(item: dict[str, Any], *lead: int) -> dict:
-    """Items [*lead, ...], of all clusters in turn."""
+    """Makes items [*lead, ...], of all clusters in turn."""
     turns = np.arange(np.prod(lead)).reshape(lead) % CLUSTERS
     shape = {name: turns.reshape(*lead, *[1] * x.ndim) for name, x in item.items()}
     return {k: jnp.broadcast_to(shape[k], lead + x.shape).astype(x.dtype) for k, x in item.items()}
 
 
 def cluster_of(item: Any) -> Any:
-    """The cluster of an item that `several` made."""
+    """Returns the cluster of an item that `several` made."""
     return jnp.ravel(jax.tree.leaves(item)[0])[0].astype(jnp.int32)
 
 
 def raised(item: Any) -> Any:
-    """What an update changes an item to."""
+    """Returns an item as an update changes it."""
     return {name: x ^ True if x.dtype == bool else x + 1 for name, x in item.items()}
 
 
 def ours(buffer: str, capacity: int) -> dict:
-    """The functions of one of the buffers, as each library is to give them."""
+    """Returns the functions of one of our buffers, by the names that each library uses here."""
     make = buffers.uniform_replay if buffer.startswith("uniform") else buffers.prioritised_replay
     options: Any = dict(num_envs=ENVS, sequence_length=LENGTH) if buffer.endswith("windows") else {}
     replay: Any = make(capacity, **options)
@@ -75,7 +75,7 @@ def ours(buffer: str, capacity: int) -> dict:
 
 
 def flashbax(buffer: str, capacity: int) -> dict:
-    """Flashbax's; in jit, items get the axes that it wants."""
+    """Returns the functions of Flashbax's. They give items the axes that it expects."""
     import flashbax as fbx
 
     def adds(axes: Callable) -> Callable:
@@ -86,7 +86,7 @@ def flashbax(buffer: str, capacity: int) -> dict:
         own: dict = dict(add_batch=adds(lambda x: x[None]), pop=lambda s, _: replay.sample(s))
         return own | dict(init=replay.init)
     kind = "prioritised_" if buffer.startswith("prioritised") else ""
-    device: dict = {"device": jax.default_backend()} if kind else {}  # how its sum tree is set
+    device: dict = {"device": jax.default_backend()} if kind else {}  # selects its sum tree
     if buffer.endswith("windows"):
         sizes = dict(add_batch_size=ENVS, sample_batch_size=WINDOWS, sample_sequence_length=LENGTH)
         make = getattr(fbx, f"make_{kind}trajectory_buffer")
@@ -103,7 +103,7 @@ def flashbax(buffer: str, capacity: int) -> dict:
 
 
 def dejax(buffer: str, capacity: int) -> dict:
-    """Its buffers, patched for today's JAX: without jnp.alltrue, and checks left in jit."""
+    """Returns functions of dejax's, patched for today's JAX: no jnp.alltrue, no checks in jit."""
     import dejax as library
     from dejax import circular_buffer, clustered, uniform
 
@@ -121,7 +121,7 @@ def dejax(buffer: str, capacity: int) -> dict:
             state = add_batch(state, several(item, size // 10))
         if buffer == "uniform":
             return state
-        # Copies of one that is full: `add` copies a cluster for each item, and takes long.
+        # Copies of a full one: filling takes long, because `add` copies a cluster for each item.
         each = jax.tree.map(lambda x: jnp.stack([x] * CLUSTERS), state)
         return replay.init_fn(item).replace(cluster_state_batch=each)
 
@@ -130,7 +130,7 @@ def dejax(buffer: str, capacity: int) -> dict:
 
 
 def naive(buffer: str, capacity: int, xp: Any) -> dict:
-    """What one writes by hand: an array for each field, `%`, and a cumulative sum of priorities."""
+    """Returns functions written by hand: an array per field, `%`, cumulative sums of priorities."""
     in_numpy, prioritised, rng = xp is np, buffer == "prioritised", np.random.default_rng(0)
 
     def write(arrays: dict, slots: Any, values: dict) -> dict:
@@ -179,7 +179,7 @@ def naive(buffer: str, capacity: int, xp: Any) -> dict:
 
 
 def stable_baselines3(buffer: str, capacity: int) -> dict:
-    """Its ReplayBuffer of one environment, and for `add 128` one of 128 environments."""
+    """Returns functions of its ReplayBuffer of one environment, for `add 128` of 128 of them."""
     import gymnasium as gym
     from stable_baselines3.common.buffers import ReplayBuffer
 
@@ -200,7 +200,7 @@ def stable_baselines3(buffer: str, capacity: int) -> dict:
 
 
 def cpprb(buffer: str, capacity: int) -> dict:
-    """Its ReplayBuffer and PrioritizedReplayBuffer, in C++, which change in place."""
+    """Returns functions of its ReplayBuffer and PrioritizedReplayBuffer, which change in place."""
     import cpprb as library
 
     uniform = buffer == "uniform"
@@ -215,7 +215,7 @@ def cpprb(buffer: str, capacity: int) -> dict:
 
 
 def memcpy(buffer: str, capacity: int) -> dict:
-    """What the machine does at most: as many bytes as are drawn, copied from one place."""
+    """Returns a `sample` that only copies as many bytes from one place: the machine's limit."""
 
     def init(item: Any) -> Any:
         size = sum(x.nbytes for x in item.values())
@@ -242,7 +242,7 @@ BUFFERS: dict[str, tuple[str, ...]] = {
 }
 NAIVE = {k: sorted({*BUFFERS[k]} - {"add 128, masked"}) for k in [*BUFFERS][:3]}
 BASICS = {"uniform": BASIC, "prioritised": (*BASIC, *SET)}
-# Of each library what makes its functions, and what is measured of which of its buffers.
+# For each library the function that returns its functions, and the operations to measure by buffer.
 PEERS: dict[str, tuple[Callable[..., dict], dict[str, Any]]] = {
     "ours": (ours, BUFFERS),
     "ours_in_jit": (ours, BUFFERS),
@@ -254,12 +254,12 @@ PEERS: dict[str, tuple[Callable[..., dict], dict[str, Any]]] = {
     "cpprb": (cpprb, BASICS),
     "memcpy": (memcpy, dict.fromkeys(BASICS, ("sample 256",))),
 }
-INSTALLED = ("flashbax", "dejax", "stable_baselines3", "cpprb")  # where they are
-FULL = ("dejax", "stable_baselines3", "memcpy")  # as `init` gives it
+INSTALLED = ("flashbax", "dejax", "stable_baselines3", "cpprb")  # packages that may be missing
+FULL = ("dejax", "stable_baselines3", "memcpy")  # `init` returns a full buffer
 NUMPY = ("naive_numpy", "stable_baselines3", "cpprb", "memcpy")
-ONLY_FROM_PYTHON = (*NUMPY, "ours_in_jit")  # inside scan all is in jit
+ONLY_FROM_PYTHON = (*NUMPY, "ours_in_jit")  # inside scan everything is in jit
 JITTED = ["add", "add_batch", "pop", "sample", "add_and_sample", "get", "update", "set_priorities"]
-STATIC = {"pop": 1, "sample": 2, "add_and_sample": 3, "update": 1}  # arguments, by number
+STATIC = {"pop": 1, "sample": 2, "add_and_sample": 3, "update": 1}  # numbers of static arguments
 TITLES = {
     "compile": "A loop of the operation inside scan: to trace and compile, and beside its buffer",
     "memory": "MB of a full buffer: of its arrays, of its process, and at most while used",
@@ -267,7 +267,7 @@ TITLES = {
 
 
 def make(name: str, buffer: str, item: dict[str, Any], capacity: int) -> Peer:
-    """That buffer of one library, full; all in JAX but ours is in jit, its state donated."""
+    """Makes a full buffer of a library. All in JAX except ours are in jit, with donated states."""
     library, operations = PEERS[name]
     f: Any = library("prioritised" if buffer == STACK else buffer, capacity)
     for k in () if name in (*NUMPY, "ours") else [k for k in JITTED if f.get(k)]:
@@ -299,7 +299,7 @@ def make(name: str, buffer: str, item: dict[str, Any], capacity: int) -> Peer:
         "sample, set 256": lambda s, k, _, p: (put(s, indices_of(x := sample(s, k, BATCH)), p), x),
         "add 128, sample, set 256": lambda s, *x: every[SET[1]](add_batch(s, rows), *x),
     }
-    if buffer == STACK:  # the loop of several agents, each with a buffer of its own
+    if buffer == STACK:  # the loop of several agents, each with its own buffer
         state = jax.tree.map(lambda x: jnp.stack([x] * AGENTS), state)
         of_one, split = every[BUFFERS[STACK][0]], partial(jax.random.split, num=AGENTS)
         of_all = jax.jit(jax.vmap(of_one, in_axes=(0, 0, None, None)), donate_argnums=0)
@@ -309,7 +309,7 @@ def make(name: str, buffer: str, item: dict[str, Any], capacity: int) -> Peer:
 
 
 def arguments(name: str, peer: Peer, count: int) -> Any:
-    """Keys [count], indices of items held and priorities [count, B], for as many calls."""
+    """Makes arguments of `count` calls: keys [count], indices and priorities [count, B]."""
     first = peer.state.cursor - peer.state.size if peer.counts_on else 0
     indices = jax.random.randint(KEY, (count, BATCH), first, first + peer.held)
     priorities = jnp.abs(jax.random.normal(KEY, (count, BATCH))) + 1e-6
@@ -319,7 +319,7 @@ def arguments(name: str, peer: Peer, count: int) -> Any:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def inside_scan(call: Callable, state: Any, calls: Any) -> Any:
-    """The state after all calls in one program, and a sum of all that they draw."""
+    """Makes all calls in one program. Returns the state, and the sum of everything sampled."""
 
     def step(state: Any, each: Any) -> tuple[Any, Any]:
         state, drawn = call(state, *each)
@@ -330,12 +330,12 @@ def inside_scan(call: Callable, state: Any, calls: Any) -> Any:
 
 
 def calls_a_repetition(microseconds: float, most: int) -> int:
-    """As many calls as a repetition has the time for: all, a tenth, or two."""
+    """Returns how many calls fit into the time of a repetition: all, a tenth, or two."""
     return next((n for n in (most, most // 10) if n * microseconds < 300_000), 2)
 
 
 def measure(operation: str, peers: dict[str, Peer], where: str, repetitions: int) -> dict:
-    """Microseconds a call in each repetition of one operation, for each library that has it."""
+    """Measures microseconds per call of an operation in each repetition, for each library."""
     left_out = () if where == "Python" else set(ONLY_FROM_PYTHON) - {"memcpy"}
     counts = {name: 2 for name, x in peers.items() if operation in x.calls and name not in left_out}
     times: dict[str, list[float]] = {name: [] for name in counts}
@@ -365,7 +365,7 @@ def measure(operation: str, peers: dict[str, Peer], where: str, repetitions: int
 
 
 def compile_cost(operation: str, peers: dict[str, Peer]) -> list[dict]:
-    """Of a loop of it, five times: seconds to trace and compile, MB beside its arguments."""
+    """Measures a loop of an operation five times: seconds to compile, MB besides its arguments."""
     in_jax = [k for k, x in peers.items() if operation in x.calls and k not in ONLY_FROM_PYTHON]
     costs: dict[str, dict] = {name: dict(library=name, seconds=[]) for name in in_jax}
     for name in in_jax * 5:
@@ -379,10 +379,10 @@ def compile_cost(operation: str, peers: dict[str, Peer]) -> list[dict]:
 
 
 def memory(name: str, buffer: str, item: str, capacity: int) -> dict:
-    """MB that a full buffer takes in this process, which must be new, and at most while used."""
+    """Measures MB of a full buffer in this process, which must be new, and the peak in use."""
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    for _ in range(2):  # the first one loads and compiles what a first use does
-        peer: Any = None  # before the next one is made
+    for _ in range(2):  # the first one includes loading and compiling
+        peer: Any = None  # frees the first one before making the second
         before = resident()
         peer = make(name, buffer, jax.tree.map(jnp.asarray, ITEMS[item]), capacity)
         if name == "stable_baselines3":  # its buffer for `add 128` does not count
@@ -402,7 +402,7 @@ def memory(name: str, buffer: str, item: str, capacity: int) -> dict:
 
 
 def cells(times: dict[str, list[float]], peers: list[str], missing: list[str]) -> list[str]:
-    """Our time; of each peer its median, and its ratio to ours."""
+    """Makes cells of the table: our time, and of each peer the median and its ratio to ours."""
     row = [spread(times["ours"], 2)]
     for peer in peers:
         row += [MISSING if peer in missing else "", ""]
@@ -414,15 +414,15 @@ def cells(times: dict[str, list[float]], peers: list[str], missing: list[str]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="measure only buffers whose name starts so")
+    parser.add_argument("--only", default="", help="measure only buffers that begin with this")
     parser.add_argument("--item", nargs="+", choices=ITEMS, default=["cartpole"])
     parser.add_argument("--capacities", nargs="*", type=int, default=[10**4, 10**5, 10**6])
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--peers", nargs="*", choices=PEERS, help="only these beside ours")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="measure only these beside ours")
     parser.add_argument("--times-only", action="store_true", help="no compile times, no memory")
-    parser.add_argument("--json", type=Path, help="write all of it to this file")
+    parser.add_argument("--json", type=Path, help="also write all results to this file")
     args = parser.parse_args()
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # as the scripts have it
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # as in the scripts
     peers = [name for name in PEERS if name != "ours" and name in (args.peers or PEERS)]
     text, about = header(["jax", "jaxlib", "numpy", *(x for x in INSTALLED if x in peers)])
     missing = [name for name, version in about["versions"].items() if version == MISSING]

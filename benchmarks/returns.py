@@ -1,21 +1,21 @@
-"""Returns of scripts x environments x seeds: where a run ends, and when it reaches a threshold.
+"""Measures returns of scripts x environments x seeds: at the end, and steps to a threshold.
 
     pip install -e ".[bench]"
     python benchmarks/returns.py --scripts dqn_jax "dqn_jax --num-envs 8" ppo_jax --seeds 10
 
-Runs what has not been run yet, as many processes at a time as `--jobs`, in the folder `--folder`;
-stopped and started again, it goes on. A script may have flags of its own; what stands after `--`
-goes to all. With `--num-seeds-flag` one process trains all seeds, by the scripts' `--num-seeds`.
+Runs what has not been run yet, `--jobs` processes at a time, in the folder `--folder`; stopped and
+started again, it continues. A script may have flags of its own; flags after `--` go to all scripts.
+With `--num-seeds-flag` one process trains all seeds, by the scripts' `--num-seeds`.
 
 Prints a table and writes it with a learning curve for each environment to the folder `--plots`:
 `returns.md`, `returns.json`, `ENVIRONMENT.png`. The scripts log the mean return of the episodes
-that ended in a log interval. Of each seed it takes the mean of the fewest last points that together
-hold at least 100 episodes, and the environment steps when such a mean first reached the
-environment's threshold; with `--evaluations` it takes the evaluations instead, as is usual for SAC.
-Over the seeds: mean, standard deviation, and the interquartile mean with
-a 95% interval of a percentile bootstrap that resamples seeds within each environment (Agarwal et
-al. 2021, "Deep reinforcement learning at the edge of the statistical precipice", arXiv 2108.13264).
-Published returns stand beside ours, with their sources under the table.
+that ended in a log interval. For each seed it takes the mean of the fewest last points that hold at
+least 100 episodes together, and the environment steps when such a mean first reached the
+environment's threshold. With `--evaluations` it takes the evaluations instead, as is usual for SAC.
+Over the seeds it shows mean, standard deviation, and the interquartile mean with a 95% interval of
+a percentile bootstrap, which resamples seeds within each environment (Agarwal et al. 2021, "Deep
+reinforcement learning at the edge of the statistical precipice", arXiv 2108.13264). Published
+returns are beside ours, with their sources under the table.
 """
 
 import argparse
@@ -43,7 +43,7 @@ THRESHOLDS = {
     "phys2d/CartPole-v1": 475.0,
     "LunarLander-v3": 200.0,
 }
-EPISODES = 100  # in the mean that a return is here
+EPISODES = 100  # a return here is the mean of so many
 RESAMPLES = 2_000
 
 SOURCES = {
@@ -56,7 +56,7 @@ SOURCES = {
     "evaluated without exploration, standard deviation over episodes: "
     "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md",
 }
-# [environment, algorithm]: what each source publishes.
+# Published returns of [environment, algorithm] by source.
 PUBLISHED: dict[tuple[str, str], dict[str, str]] = {
     ("CartPole-v1", "dqn"): {
         "CleanRL": "498.38 ± 2.29",
@@ -96,17 +96,17 @@ PUBLISHED: dict[tuple[str, str], dict[str, str]] = {
 
 
 class Curve(NamedTuple):
-    """What one seed gave."""
+    """The learning curve of one seed."""
 
     steps: np.ndarray  # environment steps at each point of charts/episodic_return
     means: np.ndarray  # mean of the last 100 episodes, of fewer at the start; or of an evaluation
-    complete: np.ndarray  # whether it is of 100, or of an evaluation
+    complete: np.ndarray  # whether a mean is of 100 episodes, or of an evaluation
 
 
 def new_run(command: list[str], work: Path) -> Path:
-    """The folder that the command makes under runs/, with `work` as its working directory.
+    """Runs a command in the folder `work`. Returns the folder that it makes under runs/.
 
-    Those that a run that was stopped had left there do not count.
+    Folders that stopped runs have left there do not count.
     """
     before = set((work / "runs").glob("*"))
     with (work / "output.txt").open("w") as output:
@@ -128,16 +128,16 @@ def new_run(command: list[str], work: Path) -> Path:
 
 
 def agents(folder: Path) -> list[Path]:
-    """The folders of a run's agents by their seeds: its own, then with --num-seeds those in it."""
+    """Returns the folders of a run's agents by seed: the run's, with --num-seeds those in it."""
     return [folder, *sorted(folder.glob("seed_*"), key=lambda x: int(x.name[len("seed_") :]))]
 
 
 def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> list[Path]:
-    """The folders of that run's agents, made by the script if they are not there yet."""
+    """Runs a script unless it was run before. Returns the folders of the agents."""
     name, *own = shlex.split(script)
     flags = [*own, *flags]
     label = "_".join([name, *flags]).replace("--", "").replace("/", "-")
-    if len(label) > 200:  # a name of a file has at most 255
+    if len(label) > 200:  # the name of a file has at most 255 characters
         label = f"{label[:190]}_{zlib.crc32(label.encode())}"
     work = folder / label / f"{env_id.replace('/', '-')}-{seed}"
     done = work / "done"
@@ -149,14 +149,14 @@ def run(script: str, env_id: str, seed: int, flags: list[str], folder: Path) -> 
 
 
 def scalars(folder: Path, tag: str) -> list[Any]:
-    """The points of that tag, each with step, value and wall_time; none if it was never logged."""
+    """Reads the points of a tag, each with step, value and wall_time; none if it was not logged."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return events.Scalars(tag) if tag in events.Tags()["scalars"] else []
 
 
 def curve(folder: Path) -> Curve:
-    """What charts/episodic_return and charts/episodic_length of a run say."""
+    """Reads charts/episodic_return and charts/episodic_length of a run."""
     points = scalars(folder, "charts/episodic_return")
     if not points:
         raise ValueError(f"{folder}: no point of charts/episodic_return: train for longer")
@@ -166,7 +166,7 @@ def curve(folder: Path) -> Curve:
 
 
 def evaluations(folder: Path) -> Curve:
-    """The mean return of each evaluation of a run."""
+    """Reads the mean return of each evaluation of a run."""
     points = scalars(folder, "eval/episodic_return")
     if not points:
         raise ValueError(f"{folder}: no point of eval/episodic_return: was it run without them?")
@@ -175,14 +175,14 @@ def evaluations(folder: Path) -> Curve:
 
 
 def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray | None) -> Curve:
-    """At each point the mean of the fewest points up to it that together hold 100 episodes.
+    """Computes at each point the mean of the fewest points up to it with 100 episodes together.
 
-    A point is the mean of the episodes that ended since the one before. Some points hold as many
-    episodes as mean lengths, with the step that resets, fit into their steps; each holds at least
-    one, and one if lengths were not logged.
+    A point is the mean of the episodes that ended since the previous point. The number of episodes
+    is estimated from their mean length, with the autoreset step, and the number of steps. A point
+    has at least one episode, and exactly one if lengths were not logged.
 
-    Points count alike. A script counts episodes alike, so that what it prints at the end is lower
-    where many short episodes with low returns ended in some of the intervals.
+    All points have the same weight here, but in a script all episodes have. So the mean that a
+    script prints at the end is lower if many short episodes with low returns ended in an interval.
     """
     ends = np.arange(1, len(steps) + 1)
     first, complete = np.maximum(ends - EPISODES, 0), ends >= EPISODES
@@ -199,13 +199,13 @@ def last_means(steps: np.ndarray, values: np.ndarray, lengths: np.ndarray | None
 
 
 def reached(curve: Curve, threshold: float) -> float:
-    """The step when 100 episodes first had that mean; infinity if they never had."""
+    """Returns the first step at which 100 episodes had that mean, infinity if none."""
     hits = np.flatnonzero(curve.complete & (curve.means >= threshold))
     return float(curve.steps[hits[0]]) if len(hits) else float("inf")
 
 
 def interquartile_mean(scores: np.ndarray) -> np.ndarray:
-    """Mean along the last axis without its lowest and highest quarter, each rounded down."""
+    """Computes means of the last axis without its lowest and highest quarter, rounded down."""
     cut = scores.shape[-1] // 4
     ordered = np.sort(scores, axis=-1)
     return ordered[..., cut : scores.shape[-1] - cut].mean(-1)
@@ -214,9 +214,9 @@ def interquartile_mean(scores: np.ndarray) -> np.ndarray:
 def bootstrap(
     scores: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = interquartile_mean
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ends of the 95% interval of a statistic over the last axis, which are the seeds.
+    """Computes the ends of the 95% interval of a statistic over the last axis, the seeds.
 
-    All other axes keep the seeds that were drawn together, as points of one curve must.
+    All other axes share the resampled seeds, as the points of one curve must.
     """
     seeds = scores.shape[-1]
     draws = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
@@ -226,9 +226,9 @@ def bootstrap(
 
 
 def on_grid(curves: list[Curve], points: int = 150) -> tuple[np.ndarray, np.ndarray]:
-    """Steps [P] that all seeds reached, and the last mean return of each seed there [P, seeds].
+    """Returns steps [P] that all seeds reached, and the latest mean return of each [P, seeds].
 
-    Where a seed has no return yet there is NaN.
+    A seed without a return yet has NaN.
     """
     grid = np.linspace(0, min(c.steps[-1] for c in curves), points)
     columns = []
@@ -239,13 +239,13 @@ def on_grid(curves: list[Curve], points: int = 150) -> tuple[np.ndarray, np.ndar
 
 
 def plot(env_id: str, curves: dict[str, list[Curve]], path: Path, mean: str) -> None:
-    """Learning curves of all scripts: mean over seeds, and its 95% bootstrap interval."""
+    """Draws learning curves of all scripts: mean over seeds, and its 95% bootstrap interval."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    # Told apart without colour by line, marker and hatch, and by how dark they are.
+    # Curves also differ in line, marker, hatch and brightness, for those who do not see colours.
     looks = list(
         zip(
             ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3))),
@@ -289,13 +289,13 @@ def plot(env_id: str, curves: dict[str, list[Curve]], path: Path, mean: str) -> 
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=8, loc="outside lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a version and a date in it the same data give the same file.
+    # Without the version and the date in it, the same data give the same file.
     figure.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
     pyplot.close(figure)
 
 
 def summary(env_id: str, script: str, curves: list[Curve]) -> dict[str, Any]:
-    """What the table says of one script in one environment."""
+    """Summarises one script in one environment for the table."""
     ends = np.array([c.means[-1] for c in curves])
     threshold = THRESHOLDS.get(env_id)
     limit = float("inf") if threshold is None else threshold
@@ -318,7 +318,7 @@ def summary(env_id: str, script: str, curves: list[Curve]) -> dict[str, Any]:
 
 
 def heads(mean: str) -> list[str]:
-    """The columns of the table."""
+    """Returns the columns of the table."""
     return [
         *("environment", "script", f"{mean}, by seed", "mean ± std"),
         *("interquartile mean (95% interval)", "threshold"),
@@ -327,7 +327,7 @@ def heads(mean: str) -> list[str]:
 
 
 def row(s: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+    """Makes a row of the table."""
 
     def thousands(steps: float) -> str:
         return f"{steps / 1000:.0f}" if steps < float("inf") else "never"
@@ -347,7 +347,7 @@ def row(s: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Runs, reads, prints and writes."""
+    """Runs the scripts, prints the table, and writes table and plots."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--scripts", nargs="+", default=["dqn_jax", "per_dqn_jax"])
     parser.add_argument("--env-ids", nargs="+", default=["CartPole-v1", "Acrobot-v1"])

@@ -1,20 +1,20 @@
-"""Steps per second and time to a threshold of the scripts, beside Stable-Baselines3 and SBX.
+"""Measures speed and time to a threshold of the scripts, beside Stable-Baselines3 and SBX.
 
     pip install -e ".[bench]" && python benchmarks/training.py --json training.json
 
-Each configuration runs in a process of its own, in turns, `--rounds` times; the round is the seed.
-Runs are kept in `--folder`: stopped and started again, it goes on. A line for each: environment
+Each configuration runs in its own process, in turns, `--rounds` times; the round is the seed. Runs
+are kept in `--folder`: stopped and started again, it continues. Prints a line for each: environment
 steps per second of the whole run, compilation included, and of its second half; their ratios to
-Stable-Baselines3 with the fewest environments, in the same round; which share the second half has
-of what the environments alone do with random actions; steps, and seconds since the process began,
-until 100 episodes had a mean return of the threshold. The peers have the hyperparameters of our
-scripts; but in DQN the Huber loss, SBX's PPO does not clip the value loss, and in SAC the step size
-of the policy for the critics, too.
+Stable-Baselines3 with the fewest environments, in the same round; the speed of the second half as a
+share of that of the environments alone with random actions; steps, and seconds since the process
+began, until the mean return of 100 episodes reached the threshold. The peers have our scripts'
+hyperparameters, except that their DQN has the Huber loss, SBX's PPO does not clip the value loss,
+and the critics of their SAC have the learning rate of the policy.
 
     python benchmarks/training.py --only dqn_jax --add "dqn_jax, double" "dqn_jax.py --double-q"
 
-adds a configuration: a script of this repository with its flags, or any other command that writes
-charts/SPS and charts/episodic_return under runs/ and takes --seed and --total-timesteps.
+adds a configuration: a script of this repository with its flags, or any other command that takes
+--seed and --total-timesteps, and writes charts/SPS and charts/episodic_return under runs/.
 """
 
 import argparse
@@ -47,35 +47,35 @@ HEADS = [
     *("thousand steps to threshold", "seconds to it", "return at the end"),
 ]
 Configuration = namedtuple("Configuration", "name command timesteps", defaults=[500_000])
-# Environment steps per second of all agents; infinity: never; seconds of the whole process.
+# Environment steps per second of all agents. Infinity: never reached. Seconds of the whole process.
 Outcome = namedtuple("Outcome", "whole second_half steps_to_threshold seconds_to_threshold final")
 
 
 def flag(command: str, name: str, default: str) -> str:
-    """The value that a command gives a flag, or the default."""
+    """Returns the value of a flag in a command, or the default."""
     words = shlex.split(command.replace(f"{name}=", f"{name} "))
     return words[words.index(name) + 1] if name in words else default
 
 
 def algorithm_of(command: str) -> str:
-    """What the command trains: ppo, sac or dqn."""
+    """Returns the algorithm that a command trains: ppo, sac or dqn."""
     return next((name for name in ("ppo", "sac") if name in command), "dqn")
 
 
 def num_envs_of(command: str) -> int:
-    """How many environments it steps: CleanRL's PPO has 4, its DQN and SAC 1."""
+    """Returns the number of environments of a command: by default 4 for PPO, 1 for DQN and SAC."""
     return int(flag(command, "--num-envs", "4" if algorithm_of(command) == "ppo" else "1"))
 
 
 def sized(name: str, command: str, num_envs: int, timesteps: int = 500_000) -> Any:
-    """That command with so many environments, and with the agents that it asks for."""
+    """Makes the configuration of a command with `num_envs` environments."""
     seeds = flag(command, "--num-seeds", "1")
     name += f", {num_envs} environment" + "s" * (num_envs > 1)
     name += f", {seeds} agents" * (seeds != "1")
     return Configuration(name, f"{command} --num-envs {num_envs}", timesteps)
 
 
-# Compiled: not CartPole-v1's physics, the same size. Runs that would take seconds are longer.
+# Compiled: phys2d/CartPole-v1 differs in its physics, not in size. Runs of seconds are made longer.
 COMPILED = ".py --env-id phys2d/CartPole-v1 --log-interval 10000"
 PENDULUM = " --env-id Pendulum-v1"
 PEER = "benchmarks/training.py --peer {} --algorithm {}"
@@ -100,7 +100,7 @@ CONFIGURATIONS: list[Configuration] = [
 
 
 def speed(steps: np.ndarray, times: np.ndarray) -> float:
-    """Steps per second of the second half of a run, from its points of charts/SPS."""
+    """Computes steps per second of the second half of a run, from its points of charts/SPS."""
     middle = int(np.searchsorted(steps, steps[-1] / 2))
     if middle >= len(steps) - 1:
         raise ValueError(f"too few points of charts/SPS, got {len(steps)} in all: train for longer")
@@ -108,14 +108,14 @@ def speed(steps: np.ndarray, times: np.ndarray) -> float:
 
 
 def read(folders: list[Path], start: float, threshold: float) -> Outcome:
-    """The outcome of a process that started then: its agents' speeds added up, else the median."""
+    """Reads the outcome of a process: the sum of its agents' speeds, the median of the rest."""
     each = []
     for folder in folders:
         points = scalars(folder, "charts/SPS")
         steps, times = np.array([(point.step, point.wall_time) for point in points]).T
         learning, seconds = curve(folder), np.inf
         hit = reached(learning, threshold)
-        if hit < np.inf:  # a peer may log several points at a step: it was over after the last one
+        if hit < np.inf:  # a peer may log several points at a step: the last one counts
             last = int(np.searchsorted(learning.steps, hit, side="right")) - 1
             seconds = scalars(folder, "charts/episodic_return")[last].wall_time - start
         each.append((points[-1].value, speed(steps, times), hit, seconds, learning.means[-1]))
@@ -124,13 +124,13 @@ def read(folders: list[Path], start: float, threshold: float) -> Outcome:
 
 
 def run(configuration: Configuration, args: argparse.Namespace, seed: int) -> Outcome:
-    """The outcome of one configuration, run by this unless it was before."""
+    """Runs a configuration unless it was run before. Returns its outcome."""
     command, total = configuration.command, args.total_timesteps or configuration.timesteps
     env_id, words = flag(command, "--env-id", args.env_id), shlex.split(command)
     if words[0].endswith(".py"):
         words = [sys.executable, str(ROOT / words[0]), *words[1:]]
     for name, value in {"--env-id": env_id, "--seed": seed, "--total-timesteps": total}.items():
-        words += [] if flag(command, name, "") else [name, str(value)]  # what it says itself stands
+        words += [] if flag(command, name, "") else [name, str(value)]  # its own flags stay
     label = re.sub(r"[^\w.]+", "-", f"{command} {env_id} {total}").strip("-")
     work = (args.folder / label / str(seed)).resolve()
     done = work / "done.json"
@@ -143,8 +143,8 @@ def run(configuration: Configuration, args: argparse.Namespace, seed: int) -> Ou
 
 
 def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> float:
-    """Environment steps per second with random actions; of functional environments compiled."""
-    run, args = ppo_jax.Run(env_id=env_id), ppo_jax.Args(num_envs=num_envs)  # takes any actions
+    """Measures environment steps per second with random actions, compiled if written in JAX."""
+    run, args = ppo_jax.Run(env_id=env_id), ppo_jax.Args(num_envs=num_envs)  # for any action space
     with closing(ppo_jax.make_envs(args, run, 1)) as one:
         agent = ppo_jax.Agent(args, one.single_observation_space, one.single_action_space)
         jax_env = find_jax_env(one, run)
@@ -173,7 +173,7 @@ def environments_alone(env_id: str, num_envs: int, seconds: float = 3.0) -> floa
     return number * len(actions) * num_envs / timeit.timeit(walk, number=number)
 
 
-FLAGS = {  # of ours those that the peers have, too, by their names
+FLAGS = {  # of ours those that the peers have, too, under the peers' names
     "dqn": "learning_rate buffer_size learning_starts batch_size tau gamma exploration_fraction "
     "train_freq=train_frequency target_update_interval=target_network_frequency "
     "exploration_initial_eps=start_e exploration_final_eps=end_e",
@@ -185,16 +185,16 @@ FLAGS = {  # of ours those that the peers have, too, by their names
 
 
 def settings_of_peer(peer: str, algorithm: str, num_envs: int) -> dict[str, Any]:
-    """Arguments with which a peer's agent has our hyperparameters."""
+    """Returns arguments that give a peer's agent our hyperparameters."""
     ours: Any = importlib.import_module(f"{algorithm}_jax").Args()
     names = (name.split("=") for name in FLAGS[algorithm].split())
     settings: dict = {name[0]: getattr(ours, name[-1]) for name in names}
     own: dict[str, Any] = {}  # of Stable-Baselines3 alone
-    if algorithm != "ppo":  # of all environments together as many gradient steps as with one
+    if algorithm != "ppo":  # as many gradient steps per environment step as with one environment
         layers = [120, 84] if algorithm == "dqn" else [256, 256]
         settings |= dict(gradient_steps=num_envs, policy_kwargs={"net_arch": layers})
     if algorithm == "dqn":
-        own = {"max_grad_norm": np.inf}  # its default clips gradients, which CleanRL's does not
+        own = {"max_grad_norm": np.inf}  # its default clips gradients, CleanRL's does not
     if algorithm == "ppo":
         settings |= dict(learning_rate=lambda remaining: ours.learning_rate * remaining)
         settings["batch_size"] = ours.num_steps * num_envs // ours.num_minibatches
@@ -204,7 +204,7 @@ def settings_of_peer(peer: str, algorithm: str, num_envs: int) -> dict[str, Any]
 
 
 def log_as_ours(log: Any, num_envs: int) -> Callable[[dict, dict], bool]:
-    """A callback of a peer's training: each 1,000 steps it logs the speed and the mean episode."""
+    """Makes a callback for a peer, which logs speed and mean episodes every 1,000 steps."""
     ended: list[dict[str, float]] = []  # episodes since the last point
     start = time.time()
 
@@ -223,7 +223,7 @@ def log_as_ours(log: Any, num_envs: int) -> Callable[[dict, dict], bool]:
 
 
 def train_peer(args: argparse.Namespace) -> None:
-    """Trains with Stable-Baselines3 or SBX, with our hyperparameters and logs as ours."""
+    """Trains with Stable-Baselines3 or SBX, with our hyperparameters and our logs."""
     from stable_baselines3.common.env_util import make_vec_env
 
     settings = settings_of_peer(args.peer, args.algorithm, args.num_envs)
@@ -239,7 +239,7 @@ def train_peer(args: argparse.Namespace) -> None:
 
 
 def beside(configuration: Configuration, chosen: list[Configuration]) -> Any:
-    """Stable-Baselines3's, with the same algorithm and the fewest of these environments."""
+    """Finds Stable-Baselines3's configuration with the same algorithm, fewest environments."""
     env_id, algorithm = (
         flag(configuration.command, "--env-id", ""),
         algorithm_of(configuration.command),
@@ -263,13 +263,13 @@ def row(name: str, own: list[Outcome], base: list[Outcome], alone: list[float]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="+", default=[""], help="words, one of them in the name")
+    parser.add_argument("--only", nargs="+", default=[""], help="run names with one of these words")
     parser.add_argument("--add", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--env-id", default="CartPole-v1")
-    parser.add_argument("--total-timesteps", type=int, help="of all, in place of their own")
+    parser.add_argument("--total-timesteps", type=int, help="steps of each, instead of its own")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "training")
-    parser.add_argument("--json", type=Path, help="write all of it to this file")
+    parser.add_argument("--json", type=Path, help="also write all results to this file")
     for name, kind in {"peer": str, "algorithm": str, "num-envs": int, "seed": int}.items():
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)  # for `train_peer`
     args = parser.parse_args()

@@ -1,13 +1,13 @@
-"""What a write to a vault takes, beside Flashbax's Vault and a plain file on the same disk.
+"""Measures writes to a vault, beside Flashbax's Vault and a plain file on the same disk.
 
     pip install -e ".[bench,atari]" && python benchmarks/vault_writes.py
 
-Rows are added to a ring of each library in turn and written to its vault: steps of CartPole and
-frames of Breakout (84x84 uint8), as a random policy sees them. The first write of a vault compiles
-and is left out, the others go round the ring. A line of the table is a number of rows of a write:
-the median time of ours, of Flashbax's and of a file of as many bytes that is written and
-synchronised, the median of Flashbax's time divided by ours, and the bytes on disk of all writes
-divided by those of the rows.
+Adds time steps to a ring buffer of each library in turn and writes them to its vault: steps of
+CartPole and frames of Breakout (84x84 uint8), as a random policy sees them. The first write of a
+vault compiles and is left out; the others go round the ring. Prints a line for each number of steps
+per write: the median time of ours, of Flashbax's, and of writing and synchronising a plain file of
+the same size, the median ratio of Flashbax's time to ours, and the bytes on disk of all writes
+divided by the bytes in memory.
 """
 
 import argparse
@@ -36,7 +36,7 @@ HEADS = [
 
 
 def observed(envs: Any, num_actions: int, rows: int) -> np.ndarray:
-    """Observations [rows, ...] of eight environments, one after the other, under random actions."""
+    """Collects observations [rows, ...] of eight environments in sequence, with random actions."""
     random = np.random.default_rng(0)
     observations = [envs.reset(seed=0)[0]]
     while len(observations) * 8 < rows:
@@ -45,26 +45,26 @@ def observed(envs: Any, num_actions: int, rows: int) -> np.ndarray:
 
 
 def cartpole(rows: int) -> np.ndarray:
-    """Observations [rows, 4]."""
+    """Collects observations [rows, 4]."""
     return observed(gym.make_vec("CartPole-v1", num_envs=8), 2, rows)
 
 
 def breakout(rows: int) -> np.ndarray:
-    """Observations [rows, 84, 84]."""
+    """Collects observations [rows, 84, 84]."""
     from ale_py.vector_env import AtariVectorEnv
 
     return observed(AtariVectorEnv("breakout", num_envs=8, stack_num=1), 4, rows).squeeze(1)
 
 
 def steps(observation: np.ndarray) -> dict[str, np.ndarray]:
-    """Items [rows, ...] with these observations."""
+    """Makes items [rows, ...] with these observations."""
     n, random = len(observation), np.random.default_rng(1)
     action, done = random.integers(2, size=n, dtype=np.int32), random.random(n) < 0.01
     return dict(observation=observation, action=action, reward=np.ones(n, np.float32), done=done)
 
 
 def measure(items: dict, writes: int, folder: Path) -> list[str]:
-    """Cells of the table for so many writes, each of an equal part of these rows."""
+    """Measures `writes` writes, each of an equal part of the items. Returns cells of the table."""
     rows, size = len(items["action"]) // writes, sum(x.nbytes for x in items.values()) / writes
     item, ring = jax.tree.map(lambda x: x[0], items), rows * (writes - 1)
     replay = buffers.uniform_replay(ring)
@@ -102,7 +102,7 @@ def measure(items: dict, writes: int, folder: Path) -> list[str]:
 
 
 def seconds(fn: Any, *args: Any) -> float:
-    """What a call takes."""
+    """Returns the seconds that a call takes."""
     start = time.perf_counter()
     fn(*args)
     return time.perf_counter() - start
@@ -116,14 +116,14 @@ def plain(raw: bytes, path: Path) -> None:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of its files."""
+    """Adds up the bytes of the files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--writes", type=int, default=12, help="of each vault")
+    parser.add_argument("--writes", type=int, default=12, help="number of writes to each vault")
     args = parser.parse_args()
     print(header(["jax", "tensorstore", "flashbax", "numpy"])[0])
     rows = []

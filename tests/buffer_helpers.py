@@ -1,4 +1,4 @@
-"""Items and settings of buffers, for the tests of several files."""
+"""Items and configurations of buffers, for the tests of several files."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +13,7 @@ import buffers
 
 
 def encode(ids):
-    """Items [*ids.shape, ...] with the id in every field, so that a misaligned gather shows.
+    """Makes items [*ids.shape, ...] with the id in every field, to reveal a misaligned gather.
 
     encode(7) is {"id": 7, "obs": [7.0, 7.0, 7.0], "img": [[7, 7], [7, 7]]}.
     """
@@ -26,7 +26,7 @@ def encode(ids):
 
 
 def decode(items):
-    """The ids of the items that `encode` made; fails unless all fields of an item agree."""
+    """Returns the ids of items that `encode` made. Fails unless all fields of an item agree."""
     ids = np.asarray(items["id"])
     assert_trees_equal(items, encode(ids))
     return ids
@@ -37,16 +37,16 @@ def shift(item):
 
 
 def shift_by(item, by):
-    """For `update` with an argument: the item whose id is greater by `by`."""
+    """Returns the item whose id is greater by `by`: for `update` with an argument."""
     return jax.tree.map(lambda x: x + by.astype(x.dtype), item)
 
 
 class Windows(NamedTuple):
-    """The settings of a uniform or prioritised replay, and in plain Python what it may draw.
+    """The configuration of a uniform or prioritised replay, and a model of what it may sample.
 
     The ids of the items are row * N + environment, where rows count from 0 and never wrap.
-    `Windows(6, envs=3, length=2)` holds 6 rows of 3 environments, and draws windows of 2 steps.
-    After 4 rows, `valid(0, 4)` is [0, 1, ..., 8]: all of which the next row was added, too.
+    `Windows(6, envs=3, length=2)` holds 6 rows of 3 environments, and samples sequences of 2 steps.
+    After 4 rows, `valid(0, 4)` is [0, 1, ..., 8]: all items whose next row was added, too.
     """
 
     rows: int
@@ -64,7 +64,7 @@ class Windows(NamedTuple):
 
     @property
     def lead(self):
-        """The axes of one row: (N,), or () of single items."""
+        """Returns the axes of one row: (N,), or () for single items."""
         return () if self.envs is None else (self.envs,)
 
     @property
@@ -76,18 +76,18 @@ class Windows(NamedTuple):
         return buffers.cursor_modulus(self.rows, self.num_envs)
 
     def replay(self, donate=True):
-        """The buffer of these settings: the same one at each call, so that it compiles once."""
+        """Returns the buffer of this configuration, always the same object, so it compiles once."""
         return make_replay(self, donate)
 
     def ids(self, first, count):
-        """Ids of rows `first`, ..., `first + count - 1`: [count, N], or [count] of single items."""
+        """Returns ids of rows `first` to `first + count - 1`: [count, N], or [count] for items."""
         ids = np.arange(first, first + count)[:, None] * self.num_envs
         return (ids + np.arange(self.num_envs)).reshape(count, *self.lead)
 
     def masked_ids(self, first, length, mask):
-        """Ids of a batch of `length` rows, and how many of them `mask` keeps.
+        """Returns ids of a batch of `length` rows, and how many of them `mask` keeps.
 
-        Those kept are rows `first`, `first + 1`, ...; the ids of the others are -1.
+        The kept rows are `first`, `first + 1`, ...; the ids of the others are -1.
         """
         keep = np.array([True] * length if mask is None else mask)
         number_kept = int(keep.sum())
@@ -96,11 +96,11 @@ class Windows(NamedTuple):
         return ids, number_kept
 
     def index_of(self, ids):
-        """The index of each id: the same number until the cursor wraps."""
+        """Returns the index of each id: the same number until the cursor wraps."""
         return np.asarray(ids, np.int64) % (self.modulus * self.num_envs)
 
     def valid(self, first, total):
-        """The first id of every window there is, when rows `first`, ..., `total - 1` were added."""
+        """Lists the first id of every sequence after rows `first` to `total - 1` were added."""
         starts = []
         for row in range(max(first, total - self.rows), total):
             is_complete = row + (self.length or 1) <= total
@@ -109,7 +109,7 @@ class Windows(NamedTuple):
         return starts
 
     def window(self, start):
-        """The ids [..., W] of the windows that start at each id of `start`, or of single items."""
+        """Returns the ids [..., W] of the sequences that start at `start`, or of single items."""
         if self.length is None:
             return start
         return start[..., None] + self.num_envs * np.arange(self.length)
@@ -130,7 +130,7 @@ def make_replay(windows, donate):
 
 
 def batches(*lengths):
-    """A strategy of hypothesis: (length, mask), where the mask is a list of that length or None."""
+    """Makes a hypothesis strategy for (length, mask); the mask is a list of that length or None."""
 
     def with_mask(length):
         masks = st.lists(st.booleans(), min_size=length, max_size=length)
@@ -140,7 +140,7 @@ def batches(*lengths):
 
 
 def kept(rows, mask):
-    """The rows, in a list, that a mask of `batches` keeps: all if it is None."""
+    """Lists the rows that a mask of `batches` keeps: all if it is None."""
     if mask is None:
         return list(rows)
     return [row for row, keep in zip(rows, mask, strict=True) if keep]

@@ -1,4 +1,4 @@
-"""What the tests of the algorithms share: agents and rollouts that can be computed by hand."""
+"""Agents and rollouts that can be computed by hand, shared by the tests of the algorithms."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def box(*shape):
 
 
 def linear(module, args, features=1, num_actions=2):
-    """The agent of a script, with Q(s, .) = s @ params and plain gradient descent at rate 0.1.
+    """Makes the agent of a script, with Q(s, .) = s @ params and gradient descent at rate 0.1.
 
     `params` [features * num_actions] begin as zeros.
     """
@@ -44,7 +44,7 @@ def dense(layer, x):
 
 
 def lstm_step(layers, cell, hidden, x):
-    """Takes a step of an LSTM of flax in NumPy: the new cell and hidden state."""
+    """Takes a step of an LSTM of flax in NumPy. Returns the new cell and hidden state."""
     i, f, g, o = [
         dense(layers[f"i{gate}"], x) + dense(layers[f"h{gate}"], hidden) for gate in "ifgo"
     ]
@@ -53,9 +53,9 @@ def lstm_step(layers, cell, hidden, x):
 
 
 def random_rollout(rng, steps, resetting, features=1):
-    """Steps [steps, N] of environments that end at random, and which of them reset at the next.
+    """Makes steps [steps, N] in which episodes end at random. Also returns the next `resetting`.
 
-    `resetting` [N] says which of them reset at the first. The reward of an autoreset step is 0.
+    `resetting` [N] marks environments whose next step is an autoreset step, with the reward 0.
     """
     n = len(resetting)
     terminated = np.zeros((steps, n), bool)
@@ -78,9 +78,9 @@ def random_rollout(rng, steps, resetting, features=1):
 
 
 def windows_by_hand():
-    """Three windows of two steps, in which every observation is 1; a fourth one full of garbage.
+    """Makes three sequences of two steps, in which every observation is 1; a fourth has garbage.
 
-    Only the first step of a window counts, and the observation of the second one.
+    Only the first step of a sequence counts, and the observation of the second one.
     """
     garbage = [1e6] * 4
     return Step(
@@ -94,10 +94,10 @@ def windows_by_hand():
 
 
 def td_errors_by_hand(double_q):
-    """TD errors of the three windows if Q(1, .) is [1, 2], the target's [10, 4], and gamma 0.5.
+    """Returns TD errors of the three sequences, with Q(1, .) = [1, 2], target [10, 4], gamma 0.5.
 
-    Action 1 is best online, action 0 in the target network, which judges either of them.
-    Terminated: the reward alone. Truncated: bootstrapped as any other step.
+    Action 1 is best online, action 0 in the target network, which evaluates either of them.
+    Terminated: the target is the reward. Truncated: it bootstraps as for any other step.
     """
     bootstrap = 4.0 if double_q else 10.0
     return np.array([1 + bootstrap / 2 - 1, 2 - 2, 3 + bootstrap / 2 - 1])

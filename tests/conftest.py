@@ -1,4 +1,4 @@
-"""Settings that must stand before JAX is imported, and strictness for the buffers."""
+"""Configuration that must precede the import of JAX, strict promotion for buffers, fixtures."""
 
 import os
 import signal
@@ -11,18 +11,19 @@ from quick import QUICK
 os.environ.setdefault("XLA_FLAGS", "")
 if "--xla_force_host_platform_device_count=4" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
-# A program is compiled once: for all tests, for xdist's workers, which inherit this, and for the
-# scripts that are run as programs. Set the folder yourself to keep it from one run to the next.
+# Each program is compiled once for all tests, for xdist's workers, which inherit this, and for
+# scripts that run as programs. Set the folder yourself to keep it from one run to the next.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     programs = tempfile.TemporaryDirectory(prefix="cleanreplay-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # LLVM's optimisations take longer than they save here; see `optimised` for where they matter. XLA's
-# own are made nevertheless: the programs' text is the same to the letter.
+# own still run: the text of the compiled programs is the same to the letter.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
-    os.environ["XLA_FLAGS"] += QUICK["XLA_FLAGS"]
+quick_flags = QUICK["XLA_FLAGS"]
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and quick_flags not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += quick_flags
 # By default a GPU multiplies in TF32, with 10 bits of the mantissa.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
@@ -50,7 +51,7 @@ settings.load_profile("quick")
 
 @pytest.fixture(autouse=True, scope="module")
 def strict_promotion(request):
-    """buffers.py never leans on implicit promotion of dtypes or ranks."""
+    """Forbids implicit promotion of dtypes and ranks in the tests of buffers.py."""
     if not request.module.__name__.startswith("test_buffers"):
         yield
         return
@@ -60,7 +61,7 @@ def strict_promotion(request):
 
 @pytest.fixture(autouse=True, scope="session")
 def _signals_are_not_ignored():
-    """Under nohup, or in the background of a shell, they would be, also in started processes."""
+    """Restores signals that nohup or a shell's background ignores, also for started processes."""
     handlers = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
     for name, handler in handlers.items():
         number = getattr(signal, name, None)  # Windows has no SIGHUP
@@ -70,13 +71,13 @@ def _signals_are_not_ignored():
 
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path, monkeypatch):
-    """Runs write to `runs/` of the working directory."""
+    """Changes to an empty working directory, because runs write to `runs/` in it."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def optimised():
-    """Programs are compiled as a user's: for tests that run them for long."""
+    """Compiles programs as for a user: for tests that run them for long."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -85,7 +86,7 @@ def optimised():
 
 @pytest.fixture
 def stop_at(monkeypatch):
-    """Gives, for a step, `stop` of a compiled run to which a signal comes at that step."""
+    """Returns a function that makes `stop` of a compiled run, with a signal at the given step."""
     from cleanreplay import compiled
 
     def stop_at(step):
@@ -106,7 +107,7 @@ def stop_at(monkeypatch):
 
 @pytest.fixture
 def run_main(monkeypatch, capsys):
-    """Runs `main` of a script in this process: exit code, out, err."""
+    """Returns a function that runs `main` of a script in this process: exit code, out, err."""
 
     def run(module, *flags):
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *flags])

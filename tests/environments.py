@@ -1,4 +1,4 @@
-"""Environments whose right answers are known, registered with Gymnasium when this is imported."""
+"""Environments with known solutions. Importing this module registers them with Gymnasium."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
 class Counter(gym.Env):
-    """The observation tells the reset and the step: [episode, step, noise].
+    """Observes the numbers of the episode and of its step: [episode, step, noise].
 
     Episodes last 2 + (episode % 4) steps; every second one ends by truncation. Reward: step + 1,
     times `scale`. Step `fail_at`, counted over all episodes, raises an error.
@@ -83,7 +83,7 @@ class Given(gym.Env):
 
 
 class Probe(gym.Env):
-    """One thing to learn, with a known value.
+    """Has one thing to learn, with a known value.
 
     discount: two steps, the observations 0 and 1, reward 1 at the second.
     both: one step, reward +1 if the action matches the observation, which is +1 or -1, else -1.
@@ -114,10 +114,10 @@ class Probe(gym.Env):
 
 
 class Reach(gym.Env):
-    """A point in the plane moves by the action, to a goal that ends the episode.
+    """Moves a point in the plane by the action. Reaching the goal ends the episode.
 
     The reward, 0 within 0.3 of the goal and else -1, is computed for many goals at once, the end
-    of an episode for one goal only. The Dict is not in the order of the alphabet.
+    of an episode only for one goal. The keys of the Dict are not in alphabetical order.
     """
 
     point = gym.spaces.Box(-9.0, 9.0, (2,))
@@ -154,17 +154,17 @@ class Reach(gym.Env):
 
 
 def counters(num_envs: int) -> SyncVectorEnv:
-    """A native vector version without arguments, in the autoreset mode NEXT_STEP."""
+    """Makes a native vector version without arguments, in the autoreset mode NEXT_STEP."""
     return SyncVectorEnv([Counter] * num_envs)
 
 
 def preprocessed(num_envs: int) -> SyncVectorEnv:
-    """A native vector version that observes something else than the single version."""
+    """Makes a native vector version whose observations differ from the single version's."""
     return SyncVectorEnv([lambda: Given(gym.spaces.Box(-1.0, 1.0, (2,)))] * num_envs)
 
 
 def same_step(num_envs: int, **kwargs: Any) -> SyncVectorEnv:
-    """A native vector version in the other autoreset mode."""
+    """Makes a native vector version in the autoreset mode SAME_STEP."""
     return SyncVectorEnv([Counter] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
@@ -187,7 +187,7 @@ gym.register("VectorOnly-v0", vector_entry_point=counters)
 gym.register("Preprocessed-v0", Counter, vector_entry_point=preprocessed)
 gym.register("TakesKwargs-v0", Counter, vector_entry_point=counters)
 gym.register("Failing-v0", Counter, kwargs={"fail_at": 500})
-gym.register(  # in the second of several processes alone
+gym.register(  # fails only in the second of several processes
     "FailsInSecond-v0", lambda: Counter(fail_at=500 if jax.process_index() == 1 else -1)
 )
 gym.register("Probe-discount-v0", Probe, kwargs={"kind": "discount"})
@@ -195,7 +195,7 @@ gym.register("Reach-v0", Reach, max_episode_steps=9)
 
 
 class Chain(FuncEnv):
-    """Five states in a row, observed one-hot: action 1 goes right, 0 left, from state 0 on.
+    """Has five states in a row, observed one-hot: action 1 goes right, 0 left, from state 0 on.
 
     Reward 1 for the step into the last state, which ends the episode: from state s it is 4 - s
     steps away, so that Q*(s, right) = gamma**(3 - s) and Q*(s, left) = gamma**(4 - max(s - 1, 0)).
@@ -231,7 +231,7 @@ def register_jax(env_id: str, env: FuncEnv, **options: Any) -> None:
 
 
 class ChainOfCells(Chain):
-    """Observed as a number, so that it is not compiled."""
+    """Observes the state as a number, so that it is not compiled."""
 
     observation_space = gym.spaces.Discrete(5)
 

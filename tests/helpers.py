@@ -1,4 +1,4 @@
-"""What several test files share: flags and results of short runs."""
+"""Flags and results of short runs, shared by several test files."""
 
 import importlib.util
 import io
@@ -37,12 +37,12 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 SMALL_DQN = dict(total_timesteps=200, learning_starts=50, batch_size=8, buffer_size=100)
 SMALL_PPO = dict(total_timesteps=64, num_steps=8, num_minibatches=1, update_epochs=1)
 COUNTER = dict(env_id="environments:Counter-v0", log_interval=20, eval_episodes=0)
-# Of DQN, with two checkpoints and an agent that was evaluated.
+# Flags of DQN, with two checkpoints and an agent that was evaluated.
 COUNTED = COUNTER | SMALL_DQN | dict(buffer_size=400, num_envs=2, n_step=3, gamma=0.5)
 COUNTED |= dict(hidden_sizes=(7, 5), checkpoint_interval=100, eval_episodes=1)
 
-# Runs of two checkpoints that a resume continues bit for bit: episodes of one step, which end where
-# it saves, and actions that do not depend on whether an iteration was learned from already.
+# Runs with two checkpoints that a resume continues bit for bit: episodes have one step, so they end
+# at the checkpoint, and actions do not depend on whether the last iteration has been learned.
 ONCE = COUNTER | dict(env_id="environments:Once-v0", total_timesteps=40, checkpoint_interval=20)
 ONCE |= dict(learning_starts=10, batch_size=4, buffer_size=30, end_e=1.0)
 ONCE_PPO = COUNTER | SMALL_PPO | dict(total_timesteps=60, checkpoint_interval=32, num_envs=2)
@@ -51,7 +51,7 @@ SHORT = {"dqn_jax": ONCE | dict(target_network_frequency=20), "ppo_jax": ONCE_PP
 
 
 def one_line(result, code=2):
-    """The one line on stderr of `run_main`, which ended with this exit code."""
+    """Returns the only line on stderr of `run_main`. Fails unless the exit code is `code`."""
     given, _, err = result
     (line,) = err.strip().splitlines()
     assert given == code
@@ -63,9 +63,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def start_python(folder, *arguments, env=(), **options):
-    """A process of its own, in which scripts and the tests' environments can be imported.
+    """Starts a process in which scripts and the tests' environments can be imported.
 
-    It compiles quickly, for one device. `env` are variables that it has besides.
+    It compiles quickly, for one device. `env` are additional environment variables.
     """
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     return subprocess.Popen(
@@ -77,21 +77,21 @@ def start_python(folder, *arguments, env=(), **options):
 
 
 def make_agent(script, args, run, **options):
-    """The agent of a script for the environment of a run, as `train` makes it."""
+    """Makes the agent of a script for the environment of a run, as `train` does."""
     with closing(script.make_envs(args, run, 1)) as envs:
         spaces = envs.single_observation_space, envs.single_action_space
     return script.Agent(args, *spaces, **options)
 
 
 def network_of(script, observations, num_actions=2, **flags):
-    """The network of a script for observations like these [B, ...], and Discrete actions."""
+    """Makes the network of a script for observations like these [B, ...] and Discrete actions."""
     high = 1 if observations.dtype == bool else 255
     space = gym.spaces.Box(0, high, observations.shape[1:], observations.dtype)
     return script.Agent(script.Args(**flags), space, gym.spaces.Discrete(num_actions)).network
 
 
 class SavedRun(NamedTuple):
-    """A run that `saved_run` made. Tests share its folder: change that of `copied()`."""
+    """A run that `saved_run` made. Tests share its folder: change only that of `copied()`."""
 
     script: Any
     args: Any
@@ -101,23 +101,23 @@ class SavedRun(NamedTuple):
     folder: Path
 
     def copied(self):
-        """The same run in a folder of its own, and with flags that resume it."""
+        """Copies the run to a new folder, with flags that resume it."""
         folder = Path("runs", self.folder.name).absolute()
         shutil.copytree(self.folder, folder)
         return self._replace(folder=folder, run=replace(self.run, resume=str(folder)))
 
     def train(self, **flags):
-        """Resumes it, or trains it anew, with some flags changed: the run that it becomes."""
+        """Resumes the run, or trains it anew, with some flags changed. Returns the new run."""
         args, run = flags_of(self.script, **vars(self.args) | vars(self.run) | flags)
         return SavedRun(self.script, args, run, *self.script.train(args, run))
 
     def agent(self, **flags):
-        """Its agent, with some flags of the algorithm changed."""
+        """Makes its agent, with some flags of the algorithm changed."""
         return make_agent(self.script, replace(self.args, **flags), self.run)
 
 
 def flags_of(script, **flags):
-    """Args and Run of a script, whose flags have different names."""
+    """Makes Args and Run of a script from flags of both."""
     names = flags.keys() & {field.name for field in fields(script.Run)}
     run = {name: flags.pop(name) for name in names}
     return script.Args(**flags), script.Run(**run)
@@ -129,7 +129,7 @@ def only_run(parent="."):
 
 
 def newest_checkpoint(folder, script):
-    """The step, the State and what else is known about the newest checkpoint of a run."""
+    """Restores the newest checkpoint of a run: its step, State and metadata."""
     run, args = read_flags(folder, script.Run, script.Args)
     like = jax.jit(make_agent(script, args, run).init)(jax.random.PRNGKey(0))
     return checkpoints.Checkpoints(folder).restore(like)
@@ -141,7 +141,7 @@ def gradient_steps(state):
 
 @cache
 def saved_run(script, **flags):
-    """Trains with these flags of both kinds, or without any those of SHORT: once a process."""
+    """Trains with these flags of both kinds, or by default those of SHORT, once per process."""
     args, run = flags_of(script, **flags or SHORT[script.__name__])
     with chdir(tempfile.mkdtemp(prefix="saved_", dir=".")):
         return SavedRun(script, args, run, *script.train(args, run))
@@ -169,13 +169,13 @@ def spaces_of(script, args, run):
 
 
 def find_jax_env(script, args, run):
-    """The environment of a run if it is compiled, otherwise None."""
+    """Returns the environment of a run if it is compiled, otherwise None."""
     with closing(script.make_envs(args, run, 1)) as envs:
         return jax_envs.find_jax_env(envs, run)
 
 
 def make_trainer(script, args, run):
-    """The compiled programs of a run in an environment written in JAX."""
+    """Makes the compiled programs of a run in an environment written in JAX."""
     with closing(script.make_envs(args, run, 1)) as envs:
         spaces = envs.single_observation_space, envs.single_action_space
         jax_env = jax_envs.find_jax_env(envs, run)
@@ -183,7 +183,7 @@ def make_trainer(script, args, run):
 
 
 def train_compiled(script, args, run, folder, stop=None):
-    """Trains in a compiled program, in a folder: what is left of it, and what it printed."""
+    """Trains in a compiled program, in a folder. Returns its objects, results and output."""
     seen = {}
     printed = io.StringIO()
     train_loop = compiled.train_loop
@@ -202,9 +202,9 @@ def train_compiled(script, args, run, folder, stop=None):
 
 
 def edited(script, *replaced):
-    """A copy of a script, in a folder of its own, in which each `(old, new)` is replaced.
+    """Imports a copy of a script in a new folder, in which each `(old, new)` is replaced.
 
-    It is a module with a file, so that its runs can be resumed and loaded.
+    The module has a file, so that its runs can be resumed and loaded.
     """
     text = Path(script.__file__).read_text()
     for old, new in replaced:
@@ -220,7 +220,7 @@ def edited(script, *replaced):
     return copy
 
 
-# Scripts that the diffs of docs/other_algorithms/ make, and those that they make them from.
+# Scripts that the diffs in docs/other_algorithms/ make, and the scripts that they change.
 OTHER_ALGORITHMS = {"c51_jax": "per_dqn_jax", "qr_dqn_jax": "per_dqn_jax", "td3_jax": "sac_jax"}
 OTHER_ALGORITHMS |= {"td3_bc_jax": "iql_jax", "cql_jax": "dqn_jax"}
 
@@ -230,7 +230,7 @@ def diff_of(name):
 
 
 def hunks(diff):
-    """The (old, new) texts of a diff."""
+    """Lists the (old, new) texts of a diff."""
     found = []
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
         lines = hunk.splitlines(keepends=True)
@@ -251,7 +251,7 @@ def other_algorithm(name):
 
 
 def flip_a_bit(file, name):
-    """Changes a number of an array in a file of safetensors."""
+    """Flips a bit of an array in a file of safetensors."""
     data = bytearray(file.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
     begin, _ = json.loads(data[8:start])[name]["data_offsets"]
@@ -263,7 +263,7 @@ def replace_in(file, old, new):
     file.write_bytes(file.read_bytes().replace(old, new, 1))
 
 
-# What happens to a file of arrays, and a word of the reason that an error gives then.
+# Damage to a file of arrays, and a word of the error that it causes.
 DAMAGE = {
     "replaced": (lambda file: file.write_bytes(b"damaged"), "Error"),
     "empty": (lambda file: file.write_bytes(b""), "Error"),
@@ -273,7 +273,7 @@ DAMAGE = {
 
 
 def read_events(folder):
-    """Scalars {tag: [(step, value), ...]} and the text of `hyperparameters`, "" if it has none."""
+    """Reads scalars {tag: [(step, value), ...]} and the text `hyperparameters`, "" if missing."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     tags = events.Tags()
@@ -288,7 +288,7 @@ def logged_steps(folder, tag="charts/SPS"):
 
 
 def examples(percent):
-    """A decorator: the test tries so many percent of the examples of the profile (conftest.py)."""
+    """Decorates a test that tries so many percent of the profile's examples (conftest.py)."""
     return settings(max_examples=settings.default.max_examples * percent // 100)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of PPO and recurrent PPO share: rollouts, and both networks in NumPy."""
+"""Rollouts, and both networks in NumPy, shared by the tests of PPO and recurrent PPO."""
 
 from contextlib import closing
 from functools import cache, partial
@@ -38,7 +38,7 @@ SMALL = dict(
     anneal_lr=False,
     normalize_rewards=None,
 )
-# Of each script, so that a network is small and a rollout has several sequences.
+# Flags of each script with which a network is small and a rollout has several sequences.
 SIZES = {
     ppo_jax: dict(hidden_sizes=(5, 5)),
     recurrent_ppo_jax: dict(hidden_size=5, sequence_length=8),
@@ -57,7 +57,7 @@ def random_params(params, seed=0):
 
 
 def random_state(agent):
-    """Returns a State whose policy prefers actions and uses its memory; all else is 0."""
+    """Returns a State whose policy has preferences and uses its memory; everything else is 0."""
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(agent.init, KEY))
     return state._replace(params=random_params(state.params))
 
@@ -67,7 +67,7 @@ def assert_trees_equal(actual, expected):
 
 
 class Random(gym.Env):
-    """Observations and rewards at random; one step in three terminates or truncates the episode.
+    """Has random observations and rewards; one step in three terminates or truncates the episode.
 
     The first observation of an episode has a 1 in the third place, the others a 0.
     """
@@ -95,9 +95,9 @@ class Collected(NamedTuple):
     agent: object
     state: object
     rollouts: list
-    next_observation: np.ndarray  # that follows the last rollout
+    next_observation: np.ndarray  # after the last rollout
     next_valid: np.ndarray
-    next_memory: tuple  # () of PPO
+    next_memory: tuple  # () for PPO
 
 
 @cache
@@ -117,14 +117,14 @@ def collected(script, kind):
             rollouts.append(rollout)
     assert min(rollout.terminated.sum(), rollout.truncated.sum()) > 4
     observation, valid, *memory = env_state
-    # In the last step and in the one after it some environments only reset.
+    # In the last step and in the one after it some environments have an autoreset step.
     assert set(rollout.valid[-1]) == set(valid) == {True, False}
     return Collected(agent, state, rollouts, observation, valid, *memory or [()])
 
 
 @cache
 def learned(script, kind):
-    """Returns what `train_step` makes of the last rollout: State, parameters, batch, metrics."""
+    """Runs `train_step` on the last rollout. Returns State, parameters, batch and metrics."""
     agent, state, rollouts, next_observation, *_ = collected(script, kind)
     optimize = agent.optimize
     agent.optimize = lambda state, batch, key, rate: (state, {"batch": batch, "rate": rate})
@@ -137,7 +137,7 @@ def learned(script, kind):
 
 
 def in_time(agent, x):
-    """Returns rows [B, ...] of a batch, or its sequences [B, L, ...], as steps [S, N, ...]."""
+    """Turns steps [B, ...] of a batch, or its sequences [B, L, ...], into steps [S, N, ...]."""
     x = np.asarray(x)
     num_steps, num_envs = agent.rollout_shape
     length = getattr(agent.args, "sequence_length", None)
@@ -173,7 +173,7 @@ def network(params, observation, memory=()):
 
 
 def plain_outputs(case):
-    """Computes both of the S + 1 steps of the last rollout and after it, each by its memory."""
+    """Computes outputs and values of the S steps of the last rollout and the one after it."""
     rollout = case.rollouts[-1]
     observation = np.concatenate([rollout.observation, case.next_observation[None]])
     memory = [
@@ -201,7 +201,7 @@ def log_prob_and_entropy(space, output, action):
 
 
 def plain_gae(rollout, reward, value, gamma, gae_lambda):
-    """Sums discounted temporal differences to the end of the episode: V(s) is [S + 1, N]."""
+    """Sums discounted temporal differences up to the end of the episode. V(s) is [S + 1, N]."""
     steps = len(reward)
     advantage = np.zeros((steps + 1, *value.shape[1:]))
     for t, i in reversed(list(np.ndindex(reward.shape))):

@@ -30,7 +30,7 @@ class Bounded(environments.Counter):
 
 gym.register("Bounded-v0", Bounded)
 
-# Flags with which a run has eight iterations of 8 steps, of which the last six learn.
+# Flags for runs of eight iterations of 8 steps, of which the last six learn.
 SMALL = dict(total_timesteps=64, num_envs=2)
 REPLAY = SMALL | dict(learning_starts=16, train_frequency=8, batch_size=8, buffer_size=80)
 DQN = REPLAY | dict(target_network_frequency=20, tau=0.25, hidden_sizes=(5,))
@@ -60,14 +60,14 @@ SPACES = dict.fromkeys(WITH_EPSILON, DISCRETE) | dict.fromkeys(["sac", "iql", *P
 
 
 def make(name, space=None, **flags):
-    """An agent with the small flags and these, for actions of its kind or of this space."""
+    """Makes an agent with the small flags and these, for this space or that of SPACES."""
     module, small = SCRIPTS[name]
     return module.Agent(module.Args(**small | flags), box(3), space or SPACES[name])
 
 
 @cache
 def learner(name):
-    """An agent whose `init` and `train_step` are compiled once."""
+    """Makes an agent whose `init` and `train_step` are compiled once."""
     agent = make(name)
     agent.init = jax.jit(agent.init)
     agent.train_step = jax.jit(agent.train_step)
@@ -75,13 +75,13 @@ def learner(name):
 
 
 def train_step(agent, state, rollout, key, step, next_observation):
-    """That of the agent: one without a replay is also given the observation that follows."""
+    """Calls `train_step` of an agent. One without a replay also gets the next observation."""
     more = (next_observation,) if protocol.takes(agent.train_step, "next_observation") else ()
     return agent.train_step(state, rollout, key, step, *more)
 
 
 def random_steps(agent, seed=0):
-    """A rollout of random steps, in which episodes end in both ways."""
+    """Makes a rollout of random steps, in which episodes end in both ways."""
     rng = np.random.default_rng(seed)
     num_steps, num_envs = agent.rollout_shape
     ends, _ = random_rollout(rng, num_steps, np.zeros(num_envs, bool))
@@ -98,7 +98,7 @@ def random_steps(agent, seed=0):
 
 @cache
 def iterations(name):
-    """{step: (state, new state, policy, metrics)} of eight iterations, which begin at `step`."""
+    """Runs eight iterations. Returns {first step: (state, new state, policy, metrics)}."""
     agent = learner(name)
     state = agent.init(KEY)
     found = {}
@@ -116,7 +116,7 @@ def vector(tree):
 
 @cache
 def actor(name, kind):
-    """An agent, and parameters with which observations and the recurrent state matter."""
+    """Makes an agent, and parameters with which observations and the recurrent state matter."""
     flags = dict(normalize_observations=False) if name in PPO else {}
     if name in WITH_EPSILON:
         flags = dict(start_e=1.0, end_e=0.0, exploration_fraction=0.5)
@@ -126,7 +126,7 @@ def actor(name, kind):
 
 
 def act(agent, params, observation, *key_and_step):
-    """The environment's actions that `act` chooses at the start of episodes."""
+    """Returns the environment's actions that `act` chooses at the start of episodes."""
     memory = [agent.no_memory(len(observation))] if hasattr(agent, "no_memory") else []
     action = agent.act(params, observation, *memory, *key_and_step)
     return agent.to_env_action(np.asarray(action[0] if memory else action))

@@ -1,4 +1,4 @@
-"""cleanreplay/agent_file.py: an agent in one file, and runs that begin with one."""
+"""cleanreplay/agent_file.py: an agent in one file, and runs that begin with such a file."""
 
 import shutil
 from functools import cache
@@ -30,14 +30,14 @@ CHAIN = "environments:Chain-v0"
 
 
 def rewrite(file, **changed):
-    """Writes the file of an agent again, and tells something else about it."""
+    """Writes the file of an agent again, with changed metadata."""
     stored = disk.open_file(Path(file))
     arrays = stored.read(stored.shapes)
     disk.write(stored.file, arrays.items(), stored.about | changed)
 
 
 def begin(saved, place=None, **flags):
-    """The agent of a run with other flags, a new State, and that which begins with `place`."""
+    """Makes the agent of a run with other flags, a new State, and one that begins with `place`."""
     agent = saved.agent(**flags)
     fresh = jax.jit(agent.init)(jax.random.PRNGKey(99))
     return agent, fresh, agent_file.start_from(str(place or saved.folder), fresh, agent)
@@ -75,7 +75,7 @@ def test_a_script_that_was_moved_is_in_the_working_directory():
     np.testing.assert_array_equal(load_policy(BEST)(OBSERVATIONS), wanted)
 
 
-# What reads the file of the best agent, or of the newest checkpoint, of a run.
+# Functions that read the file of the best agent, or of the newest checkpoint, of a run.
 READERS = {
     "load_policy": (lambda saved: load_policy(saved.folder), BEST),
     "load_policy of a checkpoint": (lambda saved: load_policy(saved.folder), None),
@@ -146,13 +146,13 @@ def test_other_numbers_of_environments_are_no_obstacle():
 
 @cache
 def new_agents(num_seeds):
-    """What trains several agents, and their RunnerState before the first step."""
+    """Makes a Trainer of several agents, and their RunnerState before the first step."""
     trainer = make_trainer(dqn_jax, dqn_jax.Args(), dqn_jax.Run(env_id=CHAIN, num_seeds=num_seeds))
     return trainer, trainer.init()
 
 
 def write_two(lost):
-    """Writes the checkpoint of two agents: the parameters of their policies."""
+    """Writes a checkpoint of two agents. Returns the parameters of their policies."""
     _, runner = new_agents(2)
     about = dict(is_whole=True, num_agents=2, lost=lost, step=10)
     disk.write(Path("two"), disk.by_name(runner).items(), about)
@@ -195,7 +195,7 @@ def test_an_agent_begins_with_the_first_that_has_not_diverged(lost, first, capsy
 
 @pytest.mark.parametrize("script", [dqn_jax, ppo_jax])
 def test_a_file_gives_what_the_policy_needs(script):
-    """A target network is a copy again; the state of the optimiser begins anew."""
+    """The target network is a copy again; the state of the optimiser begins anew."""
     env_id = saved_run(script).run.env_id
     _, params = save_agent(script, env_id)
     agent, fresh, state = begin(saved_run(script), BEST)
@@ -207,7 +207,7 @@ def test_a_file_gives_what_the_policy_needs(script):
 
 
 def test_a_run_passes_over_a_damaged_checkpoint(capsys):
-    """And begins with the one before it, or with the best agent where no other is left."""
+    """It begins with the checkpoint before it, or with the best agent if none is left."""
     saved = saved_run(dqn_jax, **COUNTED).copied()
     name = "params/params/q/bias"
     older = disk.open_file(saved.folder / "checkpoints/100/state.safetensors").read([name])[name]
@@ -222,12 +222,12 @@ def test_a_run_passes_over_a_damaged_checkpoint(capsys):
 
 
 def begin_ppo(has_statistics, place=None):
-    """Begins an agent with or without statistics of observations with one that has the opposite."""
+    """Begins an agent with statistics of observations from one without them, or vice versa."""
     save_agent(ppo_jax, "environments:OnceBox-v0", normalize_observations=not has_statistics)
     begin(saved_run(ppo_jax), place, normalize_observations=has_statistics)
 
 
-# What a user does with a run, and words of the error.
+# A user's mistake with a run, and words of the error.
 MISTAKES = [
     (lambda saved: begin(saved, hidden_sizes=(9,)), r"q/kernel is \(5, 3\) there, \(9, 3\) here"),
     (lambda saved: begin(saved, saved.folder / BEST, hidden_sizes=(9,)), r"script: params/"),

@@ -16,7 +16,7 @@ from cleanreplay import experiment
     ("training", "how"), [(True, ("async", {"context": "forkserver"})), (False, ("sync", None))]
 )
 def test_only_environments_that_train_have_processes(training, how, monkeypatch):
-    """Those of an evaluation would start slowly, and a fork of JAX can hang."""
+    """Processes of an evaluation would start slowly, and a fork of JAX can hang."""
     made = []
     make_vec = gym.make_vec
 
@@ -32,16 +32,16 @@ def test_only_environments_that_train_have_processes(training, how, monkeypatch)
 
 
 def start(folder, flags):
-    """dqn_jax.py as a program, with two environments in processes of their own."""
+    """Starts dqn_jax.py as a program, with two environments in processes of their own."""
     small = "--num-envs 2 --learning-starts 50 --batch-size 8 --log-interval 20 --eval-episodes 0"
     program = [str(ROOT / "dqn_jax.py"), "--vectorization", "async"]
-    # Its own group of processes, as a terminal makes one.
+    # A group of processes of its own, as a terminal makes it.
     return start_python(folder, *program, *small.split(), *flags.split(), start_new_session=True)
 
 
 @pytest.mark.slow
 def test_signals_to_all_processes_end_a_run_with_a_checkpoint(tmp_path):
-    """As a terminal and SLURM send them, also to those of the environments."""
+    """A terminal and SLURM also send signals to the processes of the environments."""
     process = start(tmp_path, "--env-id environments:Counter-v0 --total-timesteps 40000")
     assert process.stdout.readline().endswith(": 2 x environments:Counter-v0, cpu\n")
     assert process.stdout.readline().startswith("2,0")  # a twentieth of the steps
@@ -61,7 +61,7 @@ def test_signals_to_all_processes_end_a_run_with_a_checkpoint(tmp_path):
     ("error", "notes"), [(EOFError(), ["killed: second"]), (ValueError("an info"), [])]
 )
 def test_an_error_of_a_step_ends_the_processes(error, notes):
-    """`close` would wait for their answers for ever."""
+    """Otherwise `close` would wait for their answers forever."""
     killed = []
     processes = [
         SimpleNamespace(

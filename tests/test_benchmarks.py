@@ -1,4 +1,4 @@
-"""The benchmarks: what they make of numbers, against numbers worked out by hand."""
+"""The benchmarks: their statistics, against numbers computed by hand."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ AGENTS = sorted(agents.AGENTS.glob("*.safetensors"))
 
 
 def write_run(folder, returns_at=(), speeds_at=(), wall=0.0):
-    """A run as the scripts log it: (step, return, length) and (step, SPS, seconds)."""
+    """Writes a run as the scripts log it: (step, return, length) and (step, SPS, seconds)."""
     writer = EventFileWriter(str(folder))
 
     def log(step, seconds, **metrics):
@@ -53,12 +53,12 @@ def test_the_interval_of_a_mean_is_that_of_all_resamples():
     scores = np.random.default_rng(1).normal(size=400)
     low, high = returns.bootstrap(scores, lambda x: x.mean(-1))
 
-    assert high - low == pytest.approx(2 * 1.96 * scores.std() / 20, rel=0.1)  # as of a normal one
+    assert high - low == pytest.approx(2 * 1.96 * scores.std() / 20, rel=0.1)  # a normal one's
 
 
 def test_a_mean_is_of_the_last_hundred_points_of_one_episode():
     lengths = np.full(150, 9.0)
-    steps = np.cumsum(lengths + 1)  # with the step that resets
+    steps = np.cumsum(lengths + 1)  # with the autoreset step
     values = np.arange(150.0)
 
     curve = returns.last_means(steps, values, lengths)
@@ -68,7 +68,7 @@ def test_a_mean_is_of_the_last_hundred_points_of_one_episode():
 
 
 def test_a_mean_is_of_fewer_points_of_many_episodes():
-    """Of 50 episodes of 9 steps in each log interval two points hold a hundred."""
+    """With 50 episodes of 9 steps in each log interval, two points hold a hundred."""
     steps = 500.0 * np.arange(1, 4)
 
     curve = returns.last_means(steps, np.array([10.0, 20.0, 40.0]), np.full(3, 9.0))
@@ -96,7 +96,7 @@ def test_a_summary_has_mean_interval_and_steps_of_all_seeds():
 
 
 def test_speed_and_time_to_threshold_are_those_of_a_run(tmp_path):
-    """At 100 steps/s, then at 400. Points are of 10 episodes: 20 of return 10, then 20 of 500."""
+    """100 steps/s, then 400. Each point has 10 episodes: 20 points of return 10, 20 of 500."""
     speeds = [(1000, 100, 10.0), (2000, 100, 20.0), (3000, 133, 22.5), (4000, 160, 25.0)]
     episodes = [(90 * (i + 1), 10.0 if i < 20 else 500.0, 8.0) for i in range(40)]
     write_run(tmp_path, episodes, speeds, wall=1000.0)
@@ -117,7 +117,7 @@ def test_speed_and_time_to_threshold_are_those_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("buffer", "operation", "actions"),
     [
-        # Of 160 held and 128 added the first 128 are popped, twice: what is left begins with 96.
+        # Twice, 128 items are added to 160, and the first 128 popped: the rest begins with 96.
         ("circular", "add 128, pop 128", np.arange(96, 104) % 8),
         ("uniform", "update all", np.arange(8) + 1),
     ],

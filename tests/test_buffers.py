@@ -1,4 +1,4 @@
-"""What the buffers hold and draw, against plain Python lists and exact distributions."""
+"""Contents and samples of the buffers, against plain Python lists and exact distributions."""
 
 from collections import deque
 from itertools import count, islice
@@ -29,7 +29,7 @@ OPERATIONS = [
 
 
 def assert_holds(state, held):
-    """The circular buffer has the ids of a deque, and room for the rest."""
+    """Fails unless the circular buffer has the ids of a deque, and room for the rest."""
     number = len(held)
     assert int(CIRCULAR.size(state)) == number
     if held:
@@ -137,7 +137,7 @@ def test_draws_are_uniform_and_independent(shape):
 
 
 def test_random_numbers_below_a_bound_are_exact():
-    """floor(bound * r / 2**64) to the last bit, against Python's integers."""
+    """They are floor(bound * r / 2**64) to the last bit, as with Python's integers."""
     bounds = [0, 1, 2, 3, 1000, 65535, 65536, 65537, 10**6, 2**29 - 1, 2**29]
     bits = jax.random.bits(KEY, (2, len(bounds), 2000), jnp.uint32)
     high, low = np.asarray(bits).astype(object)
@@ -150,7 +150,7 @@ def test_random_numbers_below_a_bound_are_exact():
 
 @pytest.fixture(scope="module")
 def drawn():
-    """A replay that keeps old states, its state after 21 rows, and 32 draws."""
+    """Makes a replay that keeps old states, its state after 21 rows, and a sample of 32."""
     replay = GENERAL.replay(donate=False)
     state = replay.add_batch(replay.init(encode(0)), encode(GENERAL.ids(0, 21)))
     return replay, state, replay.sample(state, KEY, 32)
@@ -179,7 +179,7 @@ def test_an_update_of_a_window_is_of_the_item_it_starts_at():
     replay = buffers.uniform_replay(6, sequence_length=3)
     state = replay.add_batch(replay.init(encode(0)), encode(10 * np.arange(6)))
 
-    state = replay.update(state, shift, np.array([2, 4]))  # at 4 no window starts, but an item is
+    state = replay.update(state, shift, np.array([2, 4]))  # 4 is an item, but starts no sequence
 
     windows = decode(replay.get(state, np.array([0, 3])))
     np.testing.assert_array_equal(windows, [[0, 10, 21], [30, 41, 50]])
@@ -207,6 +207,6 @@ def test_counters_stay_in_int32(max_size, envs, period):
     modulus = buffers.cursor_modulus(rows, envs or 1)
 
     assert modulus % rows == 0  # a slot is the cursor modulo the rows
-    assert modulus % period == 0  # and windows start at multiples of the period
+    assert modulus % period == 0  # and sequences start at multiples of the period
     assert modulus >= 2 * rows  # whether an index is stored is never ambiguous
-    assert (modulus + rows) * (envs or 1) < 2**31  # nor does a window overflow
+    assert (modulus + rows) * (envs or 1) < 2**31  # and no sequence overflows

@@ -1,4 +1,4 @@
-"""Every function under every transformation, traced once a shape, and never the whole storage."""
+"""Every function under every transformation: traced once per shape, never copying the storage."""
 
 import math
 import re
@@ -22,12 +22,12 @@ STEPS = 3
 
 
 def clustered(buffer):
-    """Two clusters: steps whose first items have even and odd ids."""
+    """Makes a replay with two clusters: steps whose first items have even and odd ids."""
     return buffers.clustered_replay(2, buffer, lambda item: item["id"].ravel()[0] % 2, 1.0)
 
 
 def kinds(size, num_envs, **windows):
-    """A buffer of each kind for so many items. With exponent 1 sums of weights are exact."""
+    """Makes a buffer of each kind for `size` items. With exponent 1 sums of weights are exact."""
     windows["num_envs"] = num_envs
     return {
         "circular": buffers.circular_buffer(size),
@@ -39,11 +39,11 @@ def kinds(size, num_envs, **windows):
 
 
 SMALL = kinds(12, num_envs=3, sequence_length=3, period=2)
-KINDS = ["circular", "prioritised sequences", "clustered"]  # in which all others are
+KINDS = ["circular", "prioritised sequences", "clustered"]  # these contain all others
 
 
 def functions(buffer):
-    """{name: function(state, x) -> (state, what it gives)} for each function of a buffer."""
+    """Returns {name: function(state, x) -> (state, result)} for each function of a buffer."""
     found = {
         "add": lambda state, x: (buffer.add(state, x["item"]), ()),
         "add_batch": lambda state, x: (buffer.add_batch(state, x["items"]), ()),
@@ -103,7 +103,7 @@ def functions_of_a_replay(replay):
 
 
 def inputs(buffer, *lead):
-    """The `x` of these functions with axes `lead` in front: everything in it is different."""
+    """Makes the `x` of these functions with leading axes `lead`. All its values differ."""
     shape = (*lead, ROWS, *([buffer.envs] if buffer.has_env_axis else []))
     items = encode(np.arange(math.prod(shape)).reshape(shape))
     rng = np.random.default_rng(0)
@@ -130,7 +130,7 @@ def shapes(tree, *lead):
 
 
 def in_turn(functions):
-    """A step that calls all of these functions: (state, x) -> (state, {name: what it gives})."""
+    """Makes a step that calls all these functions: (state, x) -> (state, {name: result})."""
 
     def step(state, x):
         given = {}
@@ -142,7 +142,7 @@ def in_turn(functions):
 
 
 def one_by_one(step, states, xs):
-    """Steps of one replica after the other."""
+    """Takes the steps of one replica after the other."""
     ends = []
     for replica in range(REPLICAS):
         state = at(states, replica)
@@ -156,7 +156,7 @@ def one_by_one(step, states, xs):
 
 @pytest.mark.parametrize("kind", ["circular", "clustered"])
 def test_a_transformed_program_gives_what_single_calls_give(kind):
-    """In a loop for each replica under `vmap`, with half of the replicas on either device."""
+    """The program is a loop under `vmap`, with half of the replicas on either device."""
     buffer = SMALL[kind]
     step = in_turn(functions(buffer))
     given = stack([buffer.init(ITEM)] * REPLICAS), inputs(buffer, REPLICAS, STEPS)
@@ -175,7 +175,7 @@ def test_a_transformed_program_gives_what_single_calls_give(kind):
 
 @pytest.fixture
 def traced(caplog):
-    """A function that lists what JAX traced or compiled since it was called last."""
+    """Returns a function that lists what JAX has traced or compiled since its last call."""
 
     def since():
         found = [m for m in caplog.messages if m.startswith(("Finished tracing", "Compiling"))]
@@ -198,7 +198,7 @@ def test_a_function_is_traced_once_for_each_shape(kind, traced):
             state, _ = function(state, at(xs, t))
 
             assert t == 0 or not first, name
-            assert not traced(), name  # also of the state that it gave itself
+            assert not traced(), name  # also with the state that it returned itself
 
 
 def pointers(state):
@@ -215,7 +215,7 @@ def test_a_write_uses_up_the_state_and_keeps_its_memory(kind):
         state, _ = function(old, inputs(buffer))
 
         assert old.size.is_deleted() == (state is not old), name
-        assert pointers(state) == before or name == "update", name  # which may use new memory
+        assert pointers(state) == before or name == "update", name  # `update` may use new memory
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,7 +246,7 @@ LARGE = kinds(CAPACITY, num_envs=4, sequence_length=5)
 
 
 def storage_copies(compiled):
-    """The shapes of the `copy` operations as large as a leaf of the storage, or of the tree."""
+    """Lists the shapes of `copy` operations as large as a leaf of the storage, or of the tree."""
     if jax.default_backend() != "cpu":
         pytest.skip("the program that is read is that of a CPU")
     copies = re.findall(r"= \(?(\w+\[([\d,]+)\])\S* copy(?:-start)?\(", compiled.as_text())
@@ -263,7 +263,7 @@ def assert_in_place(compiled):
 ALL = ("add", "add_batch", "masked", "update_at", "update_one", "pop", "add_and_sample")
 
 
-# With priorities, an addition after a draw copies a level of the tree.
+# With priorities, an addition after a sample copies a level of the tree.
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
@@ -299,14 +299,14 @@ def test_rows_are_written_without_a_copy_of_them():
 
 
 def threads(function, *args):
-    """The operations of the compiled program that XLA gives to several threads."""
+    """Lists the operations of the compiled program that XLA splits over several threads."""
     text = jax.jit(function).lower(*args).compile().as_text()
     return re.findall(r'.*outer_dimension_partitions":\["[^]].*', text)
 
 
 @pytest.mark.usefixtures("optimised")
 def test_a_draw_from_large_storage_takes_one_thread():
-    """To wake a second thread takes longer than a draw; XLA goes by what could be drawn."""
+    """Waking a second thread takes longer than a sample; XLA decides by the storage's size."""
     if not threads(lambda x, i: x[i], jnp.zeros(CAPACITY), jnp.zeros(8, int)):
         pytest.skip("a machine of one core, or another XLA: it uses one thread anyway")
     buffer = LARGE["prioritised sequences"]

@@ -1,4 +1,4 @@
-"""Mistakes: the error, that nothing was changed, and what happens inside jit instead."""
+"""Mistakes: the error, the unchanged state, and what happens inside jit instead."""
 
 import re
 from functools import cache, partial
@@ -38,23 +38,23 @@ MAKERS = {
 
 @cache
 def make(kind, **options):
-    """The same buffer at each call, so that it compiles once."""
+    """Makes a buffer of a kind, the same at each call, so that it compiles once."""
     return MAKERS[kind](**options)
 
 
 def filled(kind, **options):
-    """A buffer and its state after items 0, 1, 2: "empty items" has none, "full items" had ten."""
+    """Makes a buffer with items 0, 1 and 2: "empty items" has none, "full items" had ten."""
     amount, _, name = kind.rpartition(" ")
     buffer = make(name, **options)
     ids = np.arange(10)
-    is_added = ids < {"empty": 0, "": 3, "full": 10}[amount]  # so that one program adds any number
+    is_added = ids < {"empty": 0, "": 3, "full": 10}[amount]  # one program adds any number
     if name == "streams":
         ids = np.stack([ids] * 3, axis=1)
     return buffer, buffer.add_batch(buffer.init(encode(0)), encode(ids), is_added)
 
 
 def assert_refused(error, word, buffer, state, name, arguments):
-    """The call raises one line that names the word, and leaves the state alone."""
+    """Fails unless the call raises one line with the word, and leaves the state unchanged."""
     before = jax.tree.map(np.array, state)
     options = {"horizon": 2} if name == "later" else {}
     with pytest.raises(error, match=re.escape(word)) as raised:
@@ -110,7 +110,7 @@ def of_float_images(item):
     return item | {"img": item["img"].astype(np.float32)}
 
 
-# What a user does with a state, and what the error says of it.
+# A user's mistake with a state, and words of the error.
 MISTAKES = [
     ("circular", "add", (without_images(ITEM),), ValueError, "structure"),
     ("circular", "add", (of_one_number(ITEM),), ValueError, "(1,), expected (3,)"),
@@ -144,7 +144,7 @@ MISTAKES = [
     ("full streams", "later", ([17], KEY, FLAGS), ValueError, "later: an index is not in"),
     ("clustered", "later", ([0], KEY, FLAGS), ValueError, "episodes"),
 ]
-# Mistakes in values: of each function one is tried under checkify.
+# Mistakes in values; one of each function is tried under checkify.
 IN_DEBUG = [
     ("empty items", "sample", (KEY, 2), ValueError, "sample: nothing to sample, 0 items held"),
     ("empty sequences", "add_and_sample", (ROWS, KEY, 2), ValueError, "2 items held"),
@@ -221,7 +221,7 @@ STACKED = [
 
 @cache
 def stacked(*kinds):
-    """These states of a buffer in one."""
+    """Stacks states of a buffer."""
     states = [filled(kind)[1] for kind in kinds]
     return jax.tree.map(lambda *x: jnp.stack(x), *states)
 

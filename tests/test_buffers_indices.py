@@ -1,4 +1,4 @@
-"""`indices`: every item by name, oldest first; `later`: a later step of the same episode."""
+"""`indices`: those of all items, oldest first; `later`: a later step of the same episode."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_indices_of_clusters_come_one_after_the_other():
 
 
 def possible(goes_on, place, horizon):
-    """The places, row * N + env, of the later steps of an episode; the place itself if none is."""
+    """Lists the places, row * N + env, of later steps of an episode; the place itself if none."""
     rows, envs = goes_on.shape
     places = []
     for row in range(place // envs, min(place // envs + horizon, rows - 1)):
@@ -82,7 +82,7 @@ def test_every_later_step_of_the_episode_is_drawn(rows, before_wrap, horizon):
 def test_all_later_steps_are_as_likely():
     replay = buffers.uniform_replay(8)
     state = replay.add_batch(replay.init(np.False_), np.ones(8, bool))
-    indices = jnp.full(70_000, 2)  # of which five later ones are held, and four within the horizon
+    indices = jnp.full(70_000, 2)  # five later steps are held, four of them within the horizon
 
     later = replay.later(state, indices, KEY, state.storage, horizon=4)
 

@@ -26,7 +26,7 @@ NESTED = {
 
 
 def random_items(prototype, length, seed):
-    """Items [length, ...] like `prototype`, random and different from leaf to leaf."""
+    """Makes random items [length, ...] like `prototype`, different in each leaf."""
     rng = np.random.default_rng(seed)
 
     def leaf(x):
@@ -57,7 +57,7 @@ def test_a_circular_buffer_holds_any_pytree():
     assert_trees_equal(circular.get(state, np.arange(5)), expected)
 
 
-# In a large storage arrays are gathered in another way than in a small one, and keys are not.
+# Arrays in a large storage are gathered differently than in a small one, but keys are not.
 @pytest.mark.parametrize("slots", [12, 2**16])
 def test_a_replay_holds_any_pytree(slots):
     replay = buffers.uniform_replay(slots, sequence_length=2)
@@ -76,7 +76,7 @@ SLOTS = {
     "u32": np.uint32(0),
     "f16": np.float16(0),
     "bf16": jnp.bfloat16(0),
-    "f32": np.float64(1),  # of which JAX makes a float32
+    "f32": np.float64(1),  # JAX makes it a float32
     "c64": np.complex64(0),
 }
 NUMBERS = buffers.circular_buffer(3)
@@ -147,17 +147,17 @@ def test_numbers_that_fit_take_the_dtype_of_their_slot(numbers):
 
 
 def test_a_float_is_no_number_of_an_integer_slot():
-    """It would lose its fraction."""
+    """Otherwise it would lose its fraction."""
     with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match="float32"):
         NUMBERS.add(two_zeros(), zeros() | {"u8": 2.5})
 
 
-WEAK = jnp.where(jnp.arange(2) > 0, 300, 5)  # int32 only because nothing else was asked for
+WEAK = jnp.where(jnp.arange(2) > 0, 300, 5)  # int32 only by default
 
 
 @pytest.mark.parametrize("name", ["u8", "u32"])
 def test_a_weakly_typed_array_that_may_not_fit_is_an_error(name):
-    """Its numbers are not known in jit, and 300 would become 44."""
+    """Its numbers are not known in jit; in 8 bits 300 would become 44."""
     with pytest.raises(TypeError, match=f"int32, expected {SLOTS[name].dtype}"):
         jax.jit(NUMBERS.add_batch)(two_zeros(), zeros(2) | {name: WEAK})
 

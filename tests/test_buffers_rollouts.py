@@ -1,4 +1,4 @@
-"""Returns, means, loops and minibatches: what learns from rollouts and from samples."""
+"""Returns, means, loops and minibatches, with which agents learn from rollouts and samples."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import buffers
 
 
 def slow_return(reward, terminated, truncated, gamma):
-    """Return of one window, discount of the value that follows it, and steps until its end."""
+    """Computes return, discount of the next value, and number of steps of one sequence."""
     total = 0.0
     for m in range(len(reward)):
         total += gamma**m * reward[m]
@@ -89,7 +89,7 @@ START = {"total": np.float32(2), "seen": np.int32([-1, -1])}
 
 
 def step(state, value, number):
-    """Its result depends on the order of the calls, and on every input."""
+    """Takes a step whose result depends on the order of the calls, and on every input."""
     total = state["total"] * 2 + value
     metrics = {"total": total, "numbers": number.sum(), "is_even": number[0] % 4 == 0}
     return {"total": total, "seen": number + state["seen"] % 2}, metrics

@@ -1,4 +1,4 @@
-"""Buffers as values of their settings; `buffers.py` as a file that stands alone."""
+"""Equality of buffers by configuration; `buffers.py` as a file without the project."""
 
 import copy
 import doctest
@@ -31,7 +31,7 @@ MAKERS = {
 @pytest.mark.parametrize("kind", ["circular", "clustered"])
 def test_buffers_of_the_same_settings_are_equal(kind):
     buffer = MAKERS[kind]()
-    state = buffer.add(buffer.init(encode(0)), encode(3))  # it has compiled functions
+    state = buffer.add(buffer.init(encode(0)), encode(3))  # now it has compiled functions
 
     for same in (MAKERS[kind](), pickle.loads(pickle.dumps(buffer)), copy.deepcopy(buffer)):
         assert same == buffer

@@ -1,4 +1,4 @@
-"""cleanreplay/checkpoints.py: a state is saved as a whole, and comes back as it was."""
+"""cleanreplay/checkpoints.py: a state is saved completely, and restored unchanged."""
 
 import errno
 import threading
@@ -20,14 +20,14 @@ WEIGHTS = RANDOM.standard_normal((3, 1_000), np.float32)
 
 @pytest.fixture(autouse=True)
 def _small_limits(monkeypatch):
-    """Leaves of 10 kB are large, chunks have 1 kB and blocks 4 kB."""
+    """Makes leaves of 10 kB large, chunks 1 kB and blocks 4 kB."""
     monkeypatch.setattr(disk, "LARGE", 10_000)
     monkeypatch.setattr(disk, "CHUNK_BYTES", 1_000)
     monkeypatch.setattr(disk, "CHUNKS_AT_ONCE", 4)
 
 
 def new_state():
-    """A pytree with two leaves that are large, of several chunks and blocks, and small ones."""
+    """Makes a pytree with two large leaves, of several chunks and blocks, and small ones."""
     state = {"ring": RING, "weights": WEIGHTS, "params": np.arange(6.0).reshape(2, 3)}
     return jax.tree.map(jnp.asarray, state | {"is_on": np.bool_(True), "step": np.int32(7)})
 
@@ -41,7 +41,7 @@ def save(saver, step, state):
 
 
 def saved(*steps):
-    """What saves the state of a run at these steps, and has written it."""
+    """Saves the state of a run at these steps. Returns its Checkpoints after the writes."""
     saver = Checkpoints("run")
     for step in steps:
         save(saver, step, new_state())
@@ -50,7 +50,7 @@ def saved(*steps):
 
 
 def test_large_leaves_are_restored_into_their_memory():
-    """Two replays may be more than the memory. Others can read the compressed arrays by name."""
+    """Two replays may exceed the memory. Other programs can read the compressed arrays by name."""
     like = zeros()
     step, state, about = saved(100).restore(like)
     folder = Path("run/checkpoints/100")
@@ -91,7 +91,7 @@ def test_what_a_killed_process_began_is_deleted():
 
 
 def test_a_copy_is_written_if_the_state_is_overwritten(monkeypatch):
-    """Training overwrites the state before the thread begins to write."""
+    """Training may overwrite the state before the thread begins to write."""
     saver, state = Checkpoints("run"), new_state()
     write = disk.write
     overwritten = threading.Event()
@@ -119,7 +119,7 @@ def test_a_state_too_large_to_copy_is_written_at_once(monkeypatch):
 
 
 def fail_once(monkeypatch, name, error):
-    """The next call of a function of `disk` fails."""
+    """Makes the next call of a function of `disk` fail."""
     function = getattr(disk, name)
 
     def fail(*given, **named):
@@ -129,7 +129,7 @@ def fail_once(monkeypatch, name, error):
     monkeypatch.setattr(disk, name, fail)
 
 
-def test_a_full_disk_does_not_stop_the_next_one(monkeypatch):
+def test_a_full_disk_does_not_stop_the_next_checkpoint(monkeypatch):
     saver = Checkpoints("run")
     fail_once(monkeypatch, "write", OSError(errno.ENOSPC, "No space left on device"))
     save(saver, 100, new_state())
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_moved_aside(damage, word, capsys):
     assert word in line
 
 
-def test_without_one_that_can_be_read_nothing_is_moved():
+def test_without_a_readable_checkpoint_nothing_is_moved():
     saver = saved(100, 200)
     for step in (100, 200):
         checkpoints.file_at("run", step).write_bytes(b"")
@@ -188,7 +188,7 @@ def test_without_one_that_can_be_read_nothing_is_moved():
     assert steps_in("run") == [100, 200]
 
 
-def test_one_that_cannot_be_read_now_stays(monkeypatch):
+def test_a_checkpoint_that_cannot_be_read_now_stays(monkeypatch):
     saver = saved(100, 200)
     fail_once(monkeypatch, "open_file", OSError(errno.ESTALE, "Stale file handle"))
     with pytest.raises(UsageError, match=r"checkpoint 200 cannot be read now: .*Stale file handle"):

@@ -1,4 +1,4 @@
-"""clustered_replay: where items go and how they are drawn, against plain Python."""
+"""clustered_replay: where items are stored and how they are sampled, against plain Python."""
 
 from collections import deque
 
@@ -66,7 +66,7 @@ def test_each_cluster_holds_its_newest(kind, added):
 
 
 def index_of_each(replay, state):
-    """{id: index} of all items, which are their ids."""
+    """Returns {id: index} of all items, which are their ids."""
     indices, is_held = replay.indices(state)
     ids = replay.get(state, indices[is_held])
     return dict(zip(ids.tolist(), indices[is_held].tolist(), strict=True))
@@ -74,12 +74,12 @@ def index_of_each(replay, state):
 
 @pytest.mark.parametrize(
     ("inner", "power"),
-    # With power 0 clusters are alike, but for those that are empty.
+    # With power 0 all clusters that are not empty are equally likely.
     [(UNIFORM, 0.0), (UNIFORM, -1.0), (buffers.prioritised_replay(ROWS), 0.5)],
 )
 def test_draws_have_the_exact_distribution(inner, power):
     replay = buffers.clustered_replay(5, inner, lambda x: x % 5, power)
-    added = [0, 5, 10, 15, 20, 1, 3, 8]  # clusters 2 and 4 stay empty, 0 loses its oldest
+    added = [0, 5, 10, 15, 20, 1, 3, 8]  # clusters 2 and 4 stay empty, 0 loses its oldest items
     state = replay.add_batch(replay.init(0), jnp.array(added))
     held = np.array([5, 10, 15, 20, 1, 3, 8])
     weights = np.ones(7)
@@ -89,7 +89,7 @@ def test_draws_have_the_exact_distribution(inner, power):
         state = replay.set_priorities(state, [index_of[i] for i in held.tolist()], priorities)
         weights = priorities**0.6
 
-    # For each item held: how large its cluster is, and the sum of the weights there.
+    # For each held item: the size of its cluster, and the sum of the weights there.
     sizes = np.array([4, 4, 4, 4, 1, 2, 2])
     weight_sums = np.array([weights[held % 5 == i % 5].sum() for i in held])
     cluster_probabilities = sizes**power / (4**power + 1**power + 2**power)
@@ -135,7 +135,7 @@ def test_new_items_get_the_largest_priority_of_their_cluster():
 def test_items_that_are_gone_are_not_read_and_get_no_priority():
     state = TWO.add_batch(TWO.init(0), jnp.arange(6))
     index_of = index_of_each(TWO, state)
-    state = TWO.add_batch(state, jnp.arange(6, 9))  # 0, 1 and 2 are gone
+    state = TWO.add_batch(state, jnp.arange(6, 9))  # overwrites 0, 1 and 2
     with pytest.raises(ValueError, match="get: an index is not in the buffer"):
         TWO.get(state, index_of[1])
 
@@ -159,7 +159,7 @@ def test_windows_of_one_step_are_taken():
 
 @pytest.mark.parametrize("dtype", [bool, np.uint8])
 def test_a_cluster_may_be_a_bool_or_any_integer(dtype):
-    """Also of a dtype that cannot count the rows of all clusters."""
+    """Its dtype need not be able to count the rows of all clusters."""
     inner = buffers.uniform_replay(40_000)
     replay = buffers.clustered_replay(2, inner, lambda x: (x >= 4).astype(dtype))
 

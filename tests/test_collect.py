@@ -20,7 +20,7 @@ from dqn_jax import Args, Run, Step
 
 
 def is_native(envs):
-    """Whether it is a vector version of the environment, and not single ones."""
+    """Returns whether it is a native vector version, and not single environments."""
     if not isinstance(envs, gym.vector.SyncVectorEnv):
         return True
     return not isinstance(envs.envs[0], gym.Wrapper)
@@ -29,16 +29,16 @@ def is_native(envs):
 @pytest.mark.parametrize(
     ("env_id", "options", "native_from", "shape", "reward"),
     [
-        ("Counter-v0", {}, None, (3,), 1),  # there is no native one
+        ("Counter-v0", {}, None, (3,), 1),  # it has no native version
         ("CartPole-v1", {}, 4, (4,), 1),
         ("CartPole-v1", {"env_kwargs": '{"sutton_barto_reward": true}'}, 4, (4,), 0),
         ("CartPole-v1", {"vectorization": "sync"}, None, (4,), 1),
-        ("VectorOnly-v0", {}, 1, (3,), 1),  # there is no other
-        ("Preprocessed-v0", {}, 1, (2,), 1),  # the native one observes something else
-        # The native one does not take it.
+        ("VectorOnly-v0", {}, 1, (3,), 1),  # it has no other version
+        ("Preprocessed-v0", {}, 1, (2,), 1),  # the native version observes something else
+        # The native version does not take this argument.
         ("TakesKwargs-v0", {"env_kwargs": '{"scale": 3}', "vectorization": "sync"}, None, (3,), 3),
-        ("environments:Start-v0", {}, None, (1,), None),  # of a module that is imported
-        ("phys2d/CartPole-v1", {}, None, (4,), None),  # the native one resets wrongly
+        ("environments:Start-v0", {}, None, (1,), None),  # its module is imported
+        ("phys2d/CartPole-v1", {}, None, (4,), None),  # the native version resets wrongly
     ],
 )
 def test_the_environment_is_the_same_at_any_number_of_them(
@@ -58,7 +58,7 @@ def test_the_environment_is_the_same_at_any_number_of_them(
 
 
 @pytest.mark.parametrize(("log_interval", "says_it"), [(399, True), (400, False)])
-def test_an_iteration_longer_than_the_interval_is_said(log_interval, says_it, capsys):
+def test_an_iteration_longer_than_the_interval_is_reported(log_interval, says_it, capsys):
     agent = SimpleNamespace(steps_per_iteration=400, rollout_shape=(100, 4))
     agent.args = SimpleNamespace(total_timesteps=400)
     flags.check_iteration(agent, log_interval)
@@ -70,7 +70,7 @@ def test_an_iteration_longer_than_the_interval_is_said(log_interval, says_it, ca
 
 
 def collect(agent, envs, params, key, count, seed):
-    """Rollouts, and the `env_state` before and after each."""
+    """Collects rollouts. Returns them, and the `env_state` before and after each."""
     observation, _ = envs.reset(seed=seed)
     states = [(observation, np.ones(envs.num_envs, bool))]
     rollouts = []
@@ -84,7 +84,7 @@ def collect(agent, envs, params, key, count, seed):
 
 
 def alone(seed, actions):
-    """The steps of one Counter that is reset by hand, and what each led to."""
+    """Steps one Counter, which it resets itself. Returns its steps and what each led to."""
     env = gym.make("Counter-v0")
     observation, _ = env.reset(seed=seed)
     steps = []
@@ -97,7 +97,7 @@ def alone(seed, actions):
 
 @pytest.fixture(scope="module")
 def counters():
-    """Five rollouts [6, 3] of Counter with exploration, and one of all their steps."""
+    """Collects five rollouts [6, 3] of Counter with exploration, and joins all their steps."""
     args = Args(num_envs=3, train_frequency=18, start_e=0.5, end_e=0.5)
     agent = linear(dqn_jax, args, features=3, num_actions=3)
     assert agent.rollout_shape == (6, 3)
@@ -123,8 +123,8 @@ def test_collected_actions_are_those_of_act_at_their_steps(counters):
     assert 0.4 < np.mean(counters.steps.action == counters.greedy) < 0.9
 
 
-def test_the_step_after_an_end_only_resets(counters):
-    """Also over the bounds of rollouts; its reward is 0."""
+def test_the_step_after_an_end_is_an_autoreset_step(counters):
+    """Ends at the bounds of rollouts count, too; its reward is 0."""
     steps = counters.steps
     done = steps.terminated | steps.truncated
     assert steps.valid[0].all()
@@ -136,7 +136,7 @@ def test_the_step_after_an_end_only_resets(counters):
 
 
 def test_collected_steps_are_those_of_environments_stepped_alone(counters):
-    """All of every step, over rollouts."""
+    """Every field of every step is equal, across rollouts."""
     for i in range(3):
         every_step = [jax.tree.map(lambda x, t=t, i=i: x[t, i], counters.steps) for t in range(30)]
         steps = [step for step in every_step if step.valid]

@@ -1,4 +1,4 @@
-"""docs/coming_from.md: our column gives what Flashbax's gives, line by line, and runs.
+"""docs/coming_from.md: our column runs, and has the results of Flashbax's, line by line.
 
 The columns of the others do not run: dejax does not work with a JAX of today, Stable-Baselines3
 needs torch, and the functional buffer is anyone's.
@@ -26,7 +26,7 @@ assert_close = partial(np.testing.assert_allclose, rtol=1e-5)
 
 
 class CompiledFlashbax:
-    """Flashbax, each function of whose buffers is compiled: one program instead of dozens."""
+    """Flashbax with each function of its buffers compiled: one program instead of dozens."""
 
     functions = ("init", "add", "sample", "can_add", "can_sample", "set_priorities")
 
@@ -73,7 +73,7 @@ NAMES = {
 
 
 def rows(heading):
-    """The code (left, right) of each row of the table under a heading; "" for an empty cell."""
+    """Reads the code (left, right) of each row of the table under a heading; "" if empty."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n#")[0]
     table = [line for line in section.splitlines() if line.startswith("|")]
     code = []
@@ -89,7 +89,7 @@ def assigned(line):
 
 
 def held(state):
-    """The ids of the items that a state holds, here or in Flashbax, oldest first."""
+    """Lists the ids of the items that a state holds, ours or Flashbax's, oldest first."""
     if hasattr(state, "experience"):
         return held_by_flashbax(state)
     ids = np.asarray(state.storage["reward"])
@@ -113,7 +113,7 @@ def held_by_flashbax(state):
 
 
 def ids_of(drawn):
-    """The ids [B, steps] of items, windows, or Flashbax's pairs, in a sample or not."""
+    """Returns the ids [B, steps] of items, sequences, or Flashbax's pairs, in a sample or not."""
     drawn = getattr(drawn, "experience", drawn)
     if hasattr(drawn, "first"):
         return np.stack([ids_of(drawn.first)[:, 0], ids_of(drawn.second)[:, 0]], axis=1)
@@ -124,7 +124,7 @@ def ids_of(drawn):
 
 
 def all_drawn(batch):
-    """How many, and which: in a batch of 256 of few items all are there."""
+    """Returns how many ids, and which: a batch of 256 of few items has all of them."""
     ids = ids_of(batch)
     return ids.shape, np.unique(ids, axis=0).tolist()
 
@@ -134,7 +134,7 @@ def drawn_by_each_device(batches):
 
 
 def probabilities_of(sample):
-    """The probability of each item or window that can be drawn, by its first id."""
+    """Returns the probability of each item or sequence that can be sampled, by its first id."""
     first = ids_of(sample)[:, 0].tolist()
     return dict(zip(first, sample.probabilities.tolist(), strict=True))
 
@@ -143,7 +143,7 @@ def as_it_is(value):
     return value
 
 
-# What is compared of variables of these names, if not the value itself.
+# What is compared of variables with these names, if not the value itself.
 COMPARED = {
     "state": held,
     "other": held,

@@ -1,4 +1,4 @@
-"""Compiled runs: what a program computes, what is logged, and a resume. See also test_sweep.py."""
+"""Compiled runs: the program's results, its log entries, a resume. See also test_sweep.py."""
 
 import re
 from functools import cache
@@ -15,7 +15,7 @@ from cleanreplay import checkpoints, disk
 
 
 class Clock(Chain):
-    """Pays 0.5 a step and ends by a time limit of 9 steps. From state 8 on something is wrong.
+    """Gives reward 0.5 per step, for at most 9 steps. From state 8 on, what `wrong` names is wrong.
 
     The last number of an observation is random. The state has an empty array, as in MuJoCo.
     """
@@ -42,8 +42,8 @@ class Clock(Chain):
 
 RIGHT, REWARD, OBSERVATION, PARAMETERS = range(4)
 register_jax("Clock-v0", Clock())
-# A step of one environment is an iteration. The first episode and its reset are step 10, the fourth
-# and its reset step 40, and no other ends before step 49.
+# An iteration is a step of one environment. With autoreset steps, the first episode is over after
+# step 10, the fourth one after step 40, and the fifth not before step 49.
 CLOCK_ARGS = dqn_jax.Args(
     total_timesteps=48,
     train_frequency=1,
@@ -57,14 +57,14 @@ CLOCK_RUN = dqn_jax.Run(env_id="Clock-v0", num_seeds=2, log_interval=4, eval_epi
 
 @cache
 def clocks():
-    """The program of two agents, and its RunnerState before the first step."""
+    """Makes the program of two agents, and its RunnerState before the first step."""
     trainer = make_trainer(dqn_jax, CLOCK_ARGS, CLOCK_RUN)
     runner = trainer.init()
     return trainer.compile(runner), runner
 
 
 def run_clocks(*counts, wrong=RIGHT):
-    """Calls the program for so many log entries each: RunnerState, and all entries [2, ...].
+    """Calls the program for each count of log entries. Returns RunnerState, all entries [2, ...].
 
     `wrong` is what is wrong in the environment of the second agent.
     """
@@ -98,11 +98,11 @@ def test_a_log_entry_has_the_means_of_its_episodes():
     _, entries = run_clocks(4)
 
     for name, mean in (("episodic_return", 4.5), ("episodic_length", 9.0)):
-        expected = [[np.inf, np.inf, mean, np.inf]] * 2  # infinite where none has ended
+        expected = [[np.inf, np.inf, mean, np.inf]] * 2  # infinite if no episode ended
         np.testing.assert_array_equal(entries.metrics[f"charts/{name}"], expected)
     expected = [[[0, 0, 0], [0, 0, 0], [1, 4.5, 9], [0, 0, 0]]] * 2
     np.testing.assert_array_equal(entries.finished, expected)
-    # That of the last iteration: the first gradient step is at step 10.
+    # The loss is that of the last iteration; the first gradient step is at step 10.
     np.testing.assert_array_equal(entries.metrics["charts/gradient_steps"], [[0, 0, 1, 1]] * 2)
 
 
@@ -110,7 +110,7 @@ def test_a_log_entry_has_the_means_of_its_episodes():
     ("wrong", "expected"),
     [
         (REWARD, [[True, True, False]]),
-        (OBSERVATION, [[True, False, False]]),  # that after the last step of an entry counts
+        (OBSERVATION, [[True, False, False]]),  # the one after the last step of an entry counts
         (PARAMETERS, [[True, True, False]]),
     ],
 )
@@ -131,7 +131,7 @@ def shown_returns(printed):
 
 
 def test_a_run_shows_its_return_once_an_episode_has_ended(tmp_path, stop_at):
-    """The first agent shows it. A signal ends it at step 40 and saves it, for a resume."""
+    """The line is of the first agent. A signal ends and saves the run at step 40, for a resume."""
     left = train_compiled(dqn_jax, CLOCK_ARGS, CLOCK_RUN, tmp_path, stop_at(40))
     saved = disk.open_file(checkpoints.newest(left.folder)).about
     points = read_events(left.folder)[0]["charts/SPS"]

@@ -1,4 +1,4 @@
-"""Learning from data alone: --offline-fraction 1, .npz files, and the best part of the episodes."""
+"""Learning from data alone: --offline-fraction 1, .npz files, and the best of the episodes."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +18,7 @@ import iql_jax
 import per_dqn_jax
 from cleanreplay import offline
 
-# Two trajectories: one of three steps that terminates, and one of two steps that is cut off.
+# Two trajectories: one of three steps, which terminates, and one of two steps, which is cut off.
 ENDS = dict(terminals=np.array([0, 0, 1, 0, 0]), timeouts=np.array([0, 0, 0, 0, 1]))
 ARRAYS = ENDS | dict(observations=np.array([[1.0], [2], [3], [5], [6]]), rewards=np.arange(5.0))
 ARRAYS |= dict(
@@ -32,7 +32,7 @@ ROWS = dict(
     truncated=[0, 0, 0, 0, 0, 1, 0],
     valid=[1, 1, 1, 0, 1, 1, 0],
 )
-# The step at 6 is not known without the observation that follows it.
+# The step at 6 is unknown without the observation after it.
 ROWS_WITHOUT = dict(
     observation=[1, 2, 3, 3, 5, 6],
     reward=[0, 1, 2, 0, 3, 0],
@@ -55,7 +55,7 @@ def write(file="data.npz", **arrays):
         (WITHOUT, ROWS_WITHOUT),
         # As in OGBench: a terminal ends a trajectory, and a mask of 0 is a termination.
         (ARRAYS | dict(terminals=np.array([0, 0, 1, 0, 1]), masks=np.array([1, 1, 0, 1, 1])), ROWS),
-        # Another trajectory begins where the next observation is not that of the next row.
+        # A new trajectory begins where the next observation differs from that of the next row.
         (
             ARRAYS | dict(terminals=np.zeros(5), timeouts=np.zeros(5)),
             ROWS | dict(terminated=[0] * 7, truncated=[0, 0, 1, 0, 0, 1, 0]),
@@ -84,7 +84,7 @@ def test_a_file_that_lacks_something_is_refused(arrays, text):
 
 
 def counted(count=200):
-    """A file of Counter's steps, each trajectory of four."""
+    """Writes a file of Counter's steps, in trajectories of four steps."""
     step = np.arange(count) % 4
     observations = np.stack([step, step, step], 1).astype(np.float32)
     return write(
@@ -97,7 +97,7 @@ def counted(count=200):
 
 
 ALONE = dict(offline_fraction=1, total_timesteps=200, batch_size=8, hidden_sizes=(5,))
-NEVER = COUNTER | dict(env_kwargs='{"fail_at": 1}', checkpoint_interval=100)  # it cannot be stepped
+NEVER = COUNTER | dict(env_kwargs='{"fail_at": 1}', checkpoint_interval=100)  # a step would fail
 
 
 def test_data_alone_take_no_steps_and_a_resumed_run_is_the_one_that_never_stopped():
@@ -148,7 +148,7 @@ def test_agents_of_a_compiled_run_share_the_data():
         (iql_jax, "--env-id Pendulum-v1", "actions int64"),
     ],
 )
-def test_what_data_alone_do_not_do_is_refused(module, flags, word, run_main):
+def test_what_learning_from_data_alone_does_not_support_is_refused(module, flags, word, run_main):
     alone = f"--env-id environments:Counter-v0 --offline-fraction 1 --offline-data {counted()}"
     assert word in one_line(run_main(module, *alone.split(), *flags.split()))
 
@@ -160,7 +160,7 @@ def test_data_alone_take_one_process(monkeypatch):
 
 
 def test_the_best_episodes_are_kept():
-    """Of two environments; the last episode of the second one does not end."""
+    """The data are of two environments; the last episode of the second one does not end."""
     agent = make("dqn", gym.spaces.Discrete(4))
     item = agent.example_step
     flags = dict(
@@ -179,7 +179,7 @@ def test_the_best_episodes_are_kept():
         found = offline.best_episodes(item, "data", data, fraction).storage
         return [np.asarray(x).ravel().tolist() for x in (found.observation[..., 0], found.valid)]
 
-    # Returns 2, 4, 5 and, of the one without an end, 14.
+    # Returns are 2, 4, 5 and, of the episode without an end, 14.
     assert kept(0.25) == [[7, 9, 11], [True, True, False]]
     assert kept(0.5) == [[1, 3, 5, 7, 9, 11], [True, True, False, True, True, False]]
     assert len(kept(0.99)[0]) == 12

@@ -1,4 +1,4 @@
-"""Recurrent agents on several devices: what they compute, and what the devices send each other."""
+"""Recurrent agents on several devices: their results, and the communication of the devices."""
 
 import re
 from functools import partial
@@ -19,7 +19,7 @@ W, B = 6, 4
 
 @pytest.fixture(scope="module")
 def inputs():
-    """Parameters of the network, a carry [B, 8], and steps [W, B] of which some only reset."""
+    """Makes parameters of the network, a carry [B, 8], and steps [W, B], some autoreset steps."""
     draw = np.random.default_rng(0)
     carry = tuple(draw.normal(size=(2, B, 8)).astype(np.float32))
     observation = draw.normal(size=(W, B, 2)).astype(np.float32)
@@ -28,13 +28,13 @@ def inputs():
 
 
 def loss(network, params, carry, *steps):
-    """Has a gradient in all parameters, by way of the outputs and of the last carry."""
+    """Computes a loss with a gradient in all parameters, through outputs and the last carry."""
     q_values, carry = network.apply(params, carry, *steps)
     return jnp.mean(q_values**2) + jnp.mean(carry[0])
 
 
 def program_of_two(network, mesh, inputs):
-    """The compiled gradient of the loss of a batch that is split over two devices."""
+    """Compiles the gradient of the loss of a batch that is split over two devices."""
 
     def loss_of_parts(params, carry, *steps):
         return loss(network, params, split(carry, mesh), *split(steps, mesh, axis=1))
@@ -43,7 +43,7 @@ def program_of_two(network, mesh, inputs):
 
 
 def sums_in_loops(program):
-    """How many sums over the devices stand in loops of a program, and how many beside them."""
+    """Counts the sums over devices inside and outside the loops of a program."""
     text = program.as_text()
     bodies = re.findall(r"body=%?([\w.-]+)", text)
     inside = beside = 0
@@ -59,7 +59,7 @@ def sums_in_loops(program):
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_a_split_network_gives_what_the_network_gives(devices, inputs):
-    """Also if the devices do not divide the batch, all of which each has then."""
+    """Each device has the whole batch if their number does not divide it."""
     network = SplitNetwork(NETWORK, make_mesh(1, devices, devices))
     result = jax.jit(jax.value_and_grad(partial(loss, network)))(*inputs)
     expected = jax.jit(jax.value_and_grad(partial(loss, NETWORK)))(*inputs)
@@ -77,7 +77,7 @@ def test_gradients_are_summed_over_devices_after_the_loop(inputs):
     assert inside_without > 0
 
 
-# Learning begins late: rounding differs, and learning makes much of that in time.
+# Learning begins late, because rounding differs, and learning amplifies the differences.
 SMALL = dict(env_id="phys2d/CartPole-v1", num_envs=4, eval_episodes=0, log_interval=160)
 R2D2 = dict(total_timesteps=480, learning_starts=320, train_frequency=80, batch_size=4, period=2)
 R2D2 |= dict(burn_in=2, train_length=4, n_step=2, hidden_size=8)
@@ -87,7 +87,7 @@ PPO = dict(total_timesteps=160, num_steps=40, sequence_length=8, hidden_size=8, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "flags"), [(r2d2_jax, R2D2), (recurrent_ppo_jax, PPO)])
 def test_an_agent_on_two_devices_is_that_on_one(script, flags):
-    """Its learning, not only its network: means are of the whole batch."""
+    """It also learns the same: means are of the whole batch."""
     params = []
     for devices in (1, 2):
         trainer = make_trainer(script, *flags_of(script, **SMALL | flags, num_devices=devices))

@@ -1,4 +1,4 @@
-"""cleanreplay/disk.py: arrays and files that are written as a whole, and locks."""
+"""cleanreplay/disk.py: arrays, atomic writes of files, and locks."""
 
 import errno
 import fcntl
@@ -32,7 +32,7 @@ def test_a_file_is_locked_until_it_is_closed(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_used(number, tmp_path, monkeypatch, capsys):
-    """As Lustre, and some of FUSE and NFS."""
+    """Such as Lustre, and some of FUSE and NFS."""
     monkeypatch.setattr(fcntl, "flock", raising(number))
     with (tmp_path / "lock").open("w") as file:
         assert disk.lock(file, tmp_path)

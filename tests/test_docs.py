@@ -1,4 +1,4 @@
-"""Links of README.md, docs/ and benchmarks/ lead somewhere; flags and metrics are the scripts'."""
+"""Links of README.md, docs/ and benchmarks/ have targets; flags and metrics are the scripts'."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ def without_blocks(text):
 
 
 def anchors(text):
-    """Those of the headings, as GitHub names them."""
+    """Lists the anchors of the headings, as GitHub names them."""
     titles = re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -48,7 +48,7 @@ def test_links_lead_somewhere(page):
 
 
 def commands(page):
-    """Those that start a script or a benchmark, in blocks and in the text."""
+    """Lists the commands that start a script or a benchmark, in blocks and in the text."""
     joined = re.sub(r" \\\n +", " ", PAGES[page])
     inside = re.findall(r"```bash\n(.*?)```", joined, re.DOTALL)
     text = without_blocks(joined).replace("\n", " ")
@@ -63,7 +63,7 @@ def flags_of(script):
 
 
 def flags_in(source):
-    """All flags of a benchmark: those of argparse, and arguments that tyro makes flags."""
+    """Lists the flags of a benchmark: those of argparse, and arguments that tyro makes flags."""
     arguments = re.findall(r"^    (\w+): ", source, re.MULTILINE)
     flags = {f"--{name.replace('_', '-')}" for name in arguments}
     return flags | set(re.findall(r'"(--[a-z-]+)"', source))
@@ -74,7 +74,7 @@ def test_commands_have_flags_that_exist(page):
     for command in commands(page):
         path, *words = shlex.split(command)
         name = path.removesuffix(".py")
-        if "--" in words:  # a benchmark hands those after it on to the scripts
+        if "--" in words:  # a benchmark passes the flags after it on to the scripts
             known = set.intersection(*map(flags_of, SCRIPTS.values()))
             known |= flags_in((ROOT / path).read_text()) | {"--"}
         elif name in SCRIPTS:
@@ -89,7 +89,7 @@ def test_commands_have_flags_that_exist(page):
 
 
 def flags(text):
-    """Those that the tables of a page or a section name."""
+    """Lists the flags in the tables of a page or a section."""
     rows = re.findall(r"^\| (`--[a-z-]+`(?:, `--[a-z-]+`)*) \|", text, re.MULTILINE)
     return re.findall(r"--([a-z-]+)", " ".join(rows))
 
@@ -99,7 +99,7 @@ def names_of(settings):
 
 
 def page_of(name):
-    """The page of a script. That of PER has only what DQN has not."""
+    """Returns the page of a script. That of PER has only the differences from DQN."""
     page = PAGES[f"docs/{name.removesuffix('_jax')}.md"]
     return page + PAGES["docs/dqn.md"] if name == "per_dqn_jax" else page
 

@@ -1,4 +1,4 @@
-"""The changes to scripts in docs/README.md apply, train, and do what they say."""
+"""The changes to scripts in docs/README.md apply, train, and have the described effect."""
 
 import io
 import re
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.pages
 
 
 def changed(*headings, script=dqn_jax, old="is_due(10_000,", new="is_due(100,"):
-    """A script with the changes under headings. Those of ppo_jax.py come last, after its name."""
+    """Changes a script as under the headings. Changes of ppo_jax.py come last, after its name."""
     pairs = []
     for heading in headings:
         answer = PAGES["docs/README.md"].split(f"**... {heading}?**")[1].split("**...")[0]
@@ -32,12 +32,12 @@ def changed(*headings, script=dqn_jax, old="is_due(10_000,", new="is_due(100,"):
         diffs = re.findall(r"```diff\n(.*?)```", answer, re.DOTALL)
         pairs += [pair for diff in diffs for pair in hunks(f"@@\n{diff}")]
     module = edited(script, *[(before, after.replace(old, new)) for before, after in pairs])
-    module.io, module.PIL = io, PIL  # which the page says to import
+    module.io, module.PIL = io, PIL  # the page tells users to import them
     return module
 
 
 class Crashes(Given):
-    """Episodes of two steps; every fourth of them ends in a crash."""
+    """Has episodes of two steps. Every fourth one ends in a crash."""
 
     episode = 0
 
@@ -57,7 +57,7 @@ gym.register("Crashes-v0", Crashes, max_episode_steps=9, disable_env_checker=Tru
 
 
 def trained(*headings, script=dqn_jax, flags=(), **how):
-    """What a short run is of, in a script that is changed like this."""
+    """Trains briefly with a script that is changed like this. Returns what the run made."""
     module = changed(*headings, script=script, **how)
     short = dict(total_timesteps=480, num_envs=2, learning_starts=200, log_interval=240)
     short |= dict(env_id="Crashes-v0", eval_episodes=0, checkpoint_interval=0)
@@ -119,10 +119,10 @@ def test_a_number_is_logged(run):
 
 
 def test_a_number_of_the_environment_is_logged(run):
-    """Of the last 100 episodes of two environments, 50 each; a rollout is collected ahead.
+    """The rate is over the last 100 episodes, 50 per environment; a rollout is collected ahead.
 
-    An episode takes three steps with its reset. After 125 steps of each environment 42 are over, of
-    which 10 crash, and after 245 steps 82: of the last 50 those with numbers 36, 40, ..., 80.
+    An episode takes three steps with its reset. After 125 steps of each environment 42 are over and
+    10 have crashed. After 245 steps 82 are over: of the last 50 numbers 36, 40, ..., 80 crashed.
     """
     first, second = run.scalars["charts/crash_rate"]
 
@@ -148,7 +148,7 @@ def test_other_changes_apply(heading, script):
 
 
 def test_a_layer_is_frozen():
-    """It stays that of the agent that the run began with."""
+    """It remains equal to that of the agent that the run began with."""
     _, before = save_agent(dqn_jax, env_id="Crashes-v0")
     run = trained("freeze a layer", flags=dict(init_from=str(Path.cwd())))
 
@@ -164,7 +164,7 @@ def test_actions_are_those_that_a_mask_allows(script):
     params = agent.policy_params(jax.jit(agent.init)(jax.random.key(0)))
     observation = np.random.default_rng(0).random((64, 8), np.float32)
     observation[:, :6] = observation[:, :6] < 0.5
-    observation[:, 3] = observation[:, :3].sum(axis=1) == 0  # there is one that is allowed
+    observation[:, 3] = observation[:, :3].sum(axis=1) == 0  # at least one action is allowed
     act = jax.jit(agent.act)
 
     explored = act(params, observation, jax.random.key(0), 0)
@@ -175,7 +175,7 @@ def test_actions_are_those_that_a_mask_allows(script):
 
 @pytest.mark.parametrize("env_id", ["Crashes-v0", "phys2d/CartPole-v1"])
 def test_a_run_that_is_good_enough_ends(env_id):
-    """After the evaluation at step 240, with the next iteration: it is saved and evaluated."""
+    """It ends with the iteration after the evaluation at step 240, is saved and evaluated."""
     flags = dict(env_id=env_id, eval_episodes=1, eval_interval=240, total_timesteps=4_800)
     flags |= dict(checkpoint_interval=240)
     run = trained("stop when it is good enough", old=">= 475", new=">= 0", flags=flags)

@@ -1,4 +1,4 @@
-"""The programs of README.md and docs/ run, once and in a small form."""
+"""The programs of README.md and docs/ run, once and with small sizes."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def write_module(name, monkeypatch):
 
 
 def run_block(page, number, old="", new="", **names):
-    """The names that a block of Python leaves, which begins with these names."""
+    """Runs a block of Python of a page, which begins with these names. Returns its variables."""
     code = blocks(page, "python")[number]
     assert re.search(old, code)
     exec(re.sub(old, new, code) if old else code, names)
@@ -47,20 +47,20 @@ def test_the_example_runs(page):
     names = run_block(page, 0)
     assert names["sample"].experience["observation"].shape == (128, 4)
     if page == "README.md":
-        assert names["weights"].tolist() == [1.0] * 128  # all were as likely
+        assert names["weights"].tolist() == [1.0] * 128  # all were equally likely
         largest = abs(names["td_error"]).max()
         assert names["state"].max_priority == pytest.approx(largest + 1e-6)
 
 
 def test_the_target_of_the_page_is_that_of_n_steps():
-    """Of one window whose second step is truncated, and of one in which no episode ends."""
+    """One sequence is truncated at its second step; in the other no episode ends."""
     no_end = jnp.zeros((2, 4), bool)
     window = dict(reward=jnp.ones((2, 4)), observation=jnp.tile(jnp.arange(4.0), (2, 1)))
     window |= dict(terminated=no_end, truncated=no_end.at[0, 1].set(True))
     given = dict(window=window, n=3, value=lambda x: x, buffers=buffers, jnp=jnp)
     names = run_block("docs/buffers.md", 1, **given)
 
-    of_two_steps = 1 + 0.99 + 0.99**2 * 2  # the value is that of observation 2
+    of_two_steps = 1 + 0.99 + 0.99**2 * 2  # bootstraps from the value of observation 2
     of_three_steps = 1 + 0.99 + 0.99**2 + 0.99**3 * 3
     assert names["target"].tolist() == pytest.approx([of_two_steps, of_three_steps])
 
@@ -131,7 +131,7 @@ def test_the_dataset_of_demonstrations_is_read(tmp_path, monkeypatch):
     assert steps.terminated.sum() == 10
 
 
-# Library, script, environment, flags, and the least return, which random actions reach.
+# Library, script, environment, flags, and the minimum return, which random actions reach.
 ENVIRONMENTS = [
     ("gymnasium", dqn_jax, "my_corridor:Corridor-v0", {}, -11),
     ("gymnasium", dqn_jax, "my_taxi:MaskedTaxi-v0", {}, -2_000),
@@ -170,7 +170,7 @@ def test_environments_train(library, script, env_id, flags, least, monkeypatch):
     assert ("eval/success_rate" in scalars) == ("her_fraction" in flags)
 
 
-# Whatever of a recipe is made smaller for its test.
+# Replacements that make a recipe smaller for its test.
 SMALLER = {
     "whole_episodes": [("LENGTH = 10 ", "LENGTH = 7 "), ("STEPS = 20_000", "STEPS = 2_000")],
     "optuna": [("ROUNDS = 4", "ROUNDS = 1"), ("POINTS = 16", "POINTS = 3"), ("40_000", "10_000")],

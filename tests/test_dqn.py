@@ -47,7 +47,7 @@ def test_the_network_has_hidden_layers_of_relu():
 
 
 def plain_transition(window, clip_rewards):
-    """Reward, discount and number of steps of a sequence [n + 1] of steps, with gamma 0.9."""
+    """Computes reward, discount and number of steps of a sequence [n + 1], with gamma 0.9."""
     total = 0.0
     for m in range(3):
         reward = np.sign(window.reward[m]) if clip_rewards else window.reward[m]
@@ -79,7 +79,7 @@ def test_transitions_are_what_a_plain_loop_gives(clip_rewards):
 
 
 def test_a_gradient_step_follows_the_loss_and_moves_the_target():
-    """At steps 4 and 8, with batches of its own key."""
+    """The target moves at steps 4 and 8. Each batch has its own key."""
     agent = linear(dqn_jax, Args(target_network_frequency=4, tau=0.25, batch_size=8))
     rollout, _ = random_rollout(np.random.default_rng(0), 20, np.zeros(1, bool))
     state = state_of(agent, [0.5, -0.5], [1.5, 0.5])
@@ -100,7 +100,7 @@ def test_a_gradient_step_follows_the_loss_and_moves_the_target():
 
 
 def test_a_restart_loses_a_row_and_cuts_episodes_off_before_it():
-    """Of 12 rows the buffer holds 10, in the ring at their number modulo 10."""
+    """The buffer holds 10 of 12 rows, in its ring at their number modulo 10."""
     agent = linear(dqn_jax, Args(num_envs=6, train_frequency=24, buffer_size=60))
     rng = np.random.default_rng(32)  # episodes end in the last row, both ways, and before it
     rollout, _ = random_rollout(rng, 12, np.zeros(6, bool))

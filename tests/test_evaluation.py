@@ -1,4 +1,4 @@
-"""Evaluations: of the best actions, or with the exploration that training ends with."""
+"""Evaluations: with the best actions, or with the exploration at the end of training."""
 
 import signal
 from contextlib import closing
@@ -19,8 +19,8 @@ from cleanreplay import experiment
 from cleanreplay.checkpoints import steps_in
 
 STEPS = 100  # of an episode
-REWARDS = (0.0, 1.0, 1000.0)  # of the actions: a return tells how often each was taken
-ONES = gym.spaces.Box(1.0, 1.0, (1,), np.float32)  # an observation that says nothing
+REWARDS = (0.0, 1.0, 1000.0)  # of the actions: a return shows how often each was taken
+ONES = gym.spaces.Box(1.0, 1.0, (1,), np.float32)  # an observation without information
 ACTIONS = gym.spaces.Discrete(3)
 
 
@@ -50,7 +50,7 @@ BOTH = pytest.mark.parametrize("env_id", ["Counting-v0", "CountingInJax-v0"])
 
 @cache
 def evaluation(script, args, run):
-    """The agent of a run, and what plays episodes with its parameters: their returns."""
+    """Makes the agent of a run, and a function from its parameters to returns of episodes."""
     agent = make_agent(script, args, run)
     if run.env_id == "Counting-v0":
         return agent, lambda params: play(agent, run, params)
@@ -64,7 +64,7 @@ def play(agent, run, params):
 
 
 def params_of(agent, output):
-    """Those of a policy with this output of its last layer, whatever it observes."""
+    """Makes parameters of a policy whose last layer always has this output."""
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     params = jax.tree.map(np.array, state.params)
     layer = params["params"].get("q") or params["params"]["actor"]
@@ -74,7 +74,7 @@ def params_of(agent, output):
 
 
 def count_actions(script, output, **flags):
-    """How often each action was taken in 20 episodes [20, 3], from their returns."""
+    """Counts how often each action was taken in 20 episodes [20, 3], from their returns."""
     agent, evaluate = evaluation(script, *flags_of(script, eval_episodes=20, **flags))
     returns = np.asarray(evaluate(params_of(agent, output)), np.int64)
     twos, ones = np.divmod(returns, 1000)
@@ -82,7 +82,7 @@ def count_actions(script, output, **flags):
 
 
 def assert_shares(counts, shares):
-    """Within four standard deviations; no two episodes have the same draws."""
+    """Fails unless shares are within four standard deviations, and episodes differ."""
     expected = counts.sum() * np.array(shares)
     deviation = np.sqrt(expected * (1 - np.array(shares)))
     np.testing.assert_array_less(abs(counts.sum(axis=0) - expected), 4 * deviation)
@@ -100,7 +100,7 @@ def test_the_best_actions_are_taken_by_default(env_id, script):
 @BOTH
 @pytest.mark.parametrize(("start_e", "end_e", "total"), [(0.5, 0.25, 99_999), (0, 1, 2**31 - 1)])
 def test_dqn_explores_with_the_epsilon_of_the_end(env_id, start_e, end_e, total):
-    """Also after the most steps that int32 holds."""
+    """It also does so after the largest number of steps that int32 holds."""
     flags = dict(start_e=float(start_e), end_e=float(end_e), total_timesteps=total)
     counts = count_actions(dqn_jax, [1, 0, 0], env_id=env_id, eval_explores=True, **flags)
 
@@ -131,7 +131,7 @@ def test_an_evaluation_cuts_its_episodes_off(env_id, capsys):
 
 
 class Uneven(Given):
-    """Its first episode has 2, 3 or 4 steps, with rewards of 1."""
+    """Has a first episode of 2, 3 or 4 steps, with rewards of 1."""
 
     def reset(self, *, seed=None, options=None):
         self.length = self.length if seed is None else 2 + seed % 3
@@ -182,7 +182,7 @@ def test_a_signal_in_an_evaluation_ends_the_run(monkeypatch):
     assert steps_in(folder) == [60]
 
 
-def test_the_code_of_a_user_gets_parameters_and_returns(monkeypatch):
+def test_a_users_at_evaluation_gets_parameters_and_returns(monkeypatch):
     seen = []
     note = lambda log, *given: seen.append(jax.tree.map(np.array, given))  # noqa: E731
     monkeypatch.setattr(dqn_jax.Log, "at_evaluation", note)

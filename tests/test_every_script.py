@@ -1,4 +1,4 @@
-"""What all scripts do alike, asked of the small agents that small_agents.py makes once."""
+"""What all scripts have in common, tested with the small agents of small_agents.py."""
 
 from contextlib import closing
 
@@ -53,8 +53,8 @@ def test_a_policy_explores_only_with_a_key(name, kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), WITH_MEMORY)
-def test_a_policy_forgets_where_is_first_says_so(name, kind):
-    """Even NaN, and nothing elsewhere; and everything if the number of environments changes."""
+def test_a_policy_resets_its_recurrent_state_where_is_first_is_true(name, kind):
+    """It resets even NaN, only there, and everything if the number of environments changes."""
     agent, params = actor(name, kind)
     policy, remembers, forgets = [protocol.policy(agent, params) for _ in range(3)]
     x = observations(3, 200)
@@ -73,7 +73,7 @@ def test_a_policy_forgets_where_is_first_says_so(name, kind):
 
 
 def small_box(dtype):
-    """Bounds that the dtype does not have exactly."""
+    """Makes a Box with bounds that the dtype cannot represent exactly."""
     return gym.spaces.Box(dtype([0.1, -0.3]), dtype([0.7, 6e4]), dtype=dtype)
 
 
@@ -98,7 +98,7 @@ TO_ENV += [(name, *row) for name in ("sac", "ppo") for row in BOXES]
 
 @pytest.mark.parametrize(("name", "space", "actions", "wanted"), TO_ENV)
 def test_actions_are_those_of_the_space(name, space, actions, wanted):
-    """In its dtype, though JAX has no float64."""
+    """They have its dtype, although JAX has no float64."""
     agent = make(name, space)
     actions = np.array(actions, agent.example_step.action.dtype)
     got, compiled = agent.to_env_action(actions), jax.jit(agent.to_env_action)(actions)
@@ -153,7 +153,7 @@ def test_small_gradients_make_small_steps(name, optimizer, flags, epsilon, norm)
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_optimizers_know_the_parameters(name):
-    """As those with weight decay must."""
+    """Those with weight decay must."""
     agent = make(name)
     seen = []
 
@@ -201,7 +201,7 @@ HEADS = "actor_0 actor critic_0 critic"
 ACTOR = "actor_0 actor_1 mean log_std"
 NORMS = "conv_0_norm conv_1_norm conv_2_norm conv_out_norm"
 NORMALISED = ("q_0 norm_0 q_1 norm_1 q", 69_636, f"{CONVOLUTIONS} {NORMS} q", 114_660)
-# The layers for 2 x 3 numbers, those for images of 4 x 36 x 36, and how many parameters they have.
+# The layers for 2 x 3 numbers and for images of 4 x 36 x 36, and the numbers of their parameters.
 LAYERS = {
     "dqn": (Q, 11_344, f"{CONVOLUTIONS} q", 113_316),
     "r2d2": (f"encoder_0 lstm {DUELING}", 43_141, f"{CONVOLUTIONS} lstm {DUELING}", 268_645),
@@ -268,7 +268,7 @@ LEARNING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNING)
 def test_the_right_actions_are_learned(name, optimised):
-    """One in twenty is random at the end in DQN: the mean return is 0.95."""
+    """At the end one action in twenty of DQN is random, so the mean return is 0.95."""
     module = SCRIPTS[name][0]
     run = module.Run(env_id="Match-v0", eval_episodes=0)
     _, returns, _ = module.train(module.Args(**LEARNING[name]), run)

@@ -1,4 +1,4 @@
-"""--save-experience keeps all that the replay was given, beyond its ring."""
+"""--save-experience keeps everything that was added to the replay, also what it overwrote."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from cleanreplay import UsageError
 from cleanreplay.run_folder import check_experience
 from cleanreplay.vault import Vault
 
-# 200 rows, of which the ring holds 90. A vault compares fewer than are between two log entries.
+# 200 rows, of which the ring holds 90. A vault compares fewer rows than a log interval has.
 EXPERIENCE = COUNTER | SMALL_DQN | dict(buffer_size=90, log_interval=50, checkpoint_interval=100)
 EXPERIENCE |= dict(save_experience=True)
 
@@ -55,7 +55,7 @@ def test_a_resumed_run_drops_what_follows_its_checkpoint():
     run.train(total_timesteps=300)
     rows = vault_of(run).read(0, 300)
 
-    # The last row before the cut only resets, and the one before it cuts its episode off.
+    # The last row before the cut is an autoreset step; the one before it cuts off its episode.
     assert wanted.valid[98:].all()
     wanted.truncated[98] = True
     wanted.valid[99] = False
@@ -85,7 +85,7 @@ def test_all_steps_of_a_compiled_agent_are_kept():
 
 
 def test_a_replay_must_hold_what_is_between_two_writes():
-    """Iterations of 70 steps end at 140, 210, 350, ...: log entries are up to 140 apart."""
+    """With iterations of 70 steps, entries are at 140, 210, 350, ...: up to 140 steps apart."""
     args = SimpleNamespace(save_experience=True, buffer_size=170)
     agent = SimpleNamespace(args=args, steps_per_iteration=70)
     check_experience(agent, dqn_jax.Run(log_interval=100))

@@ -1,4 +1,4 @@
-"""How often environments are made, and that goals are asked for one at a time."""
+"""Counts of the environments that are made, and calls for goals, one at a time."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from cleanreplay import compiled, goals
 
 @pytest.fixture
 def made(monkeypatch):
-    """All vector environments that are made."""
+    """Lists all vector environments that are made."""
     made = []
     make_vec = gym.make_vec
 
@@ -34,7 +34,7 @@ def made(monkeypatch):
         (dqn_jax, {}, {}, [1, 1]),
         (ppo_jax, {"num_envs": 4}, {"vectorization": "sync"}, [1, 4]),
         (ppo_jax, {}, {"env_id": "phys2d/CartPole-v1"}, [1]),  # compiled
-        # One for the goals, which is open until the run ends.
+        # One more for the goals, which is open until the run ends.
         (sac_jax, {"her_fraction": 0.5}, {"env_id": "environments:Reach-v0"}, [1, 1, 1]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Stacks of frames: as acting sees them, as the replay gives them back, as Atari makes them."""
+"""Stacks of frames: in acting and in samples of the replay, against those that Atari makes."""
 
 from types import SimpleNamespace
 
@@ -42,7 +42,7 @@ def test_a_stack_of_one_is_the_frame():
 
 
 def atari(stack):
-    """Two of them, of which the first episode ends after a few dozen steps."""
+    """Makes two Atari environments, whose first episodes end after a few dozen steps."""
     return gym.make_vec(
         "ALE/Breakout-v5", 2, vectorization_mode="vector_entry_point", stack_num=stack
     )
@@ -50,7 +50,7 @@ def atari(stack):
 
 @pytest.fixture(scope="module")
 def breakout():
-    """Rollouts of two environments whose frames we stack, and what Atari stacks at each step."""
+    """Collects rollouts of two environments whose frames we stack, and Atari's own stacks."""
     args = dqn_jax.Args(num_envs=2, frame_stack=4, buffer_size=200, learning_starts=128)
     single = FrameStack(atari(1), 4)
     spaces = (single.single_observation_space, gym.spaces.Discrete(4))
@@ -83,7 +83,7 @@ def test_acting_sees_what_atari_stacks(breakout):
 
 
 def test_learning_sees_what_atari_stacks(breakout):
-    """Across resets and the write position."""
+    """Samples may cross resets and the write position."""
     replay = breakout.agent.replay
     add = jax.jit(replay.add_batch)
     state = replay.init(breakout.agent.example_step)
@@ -92,7 +92,7 @@ def test_learning_sees_what_atari_stacks(breakout):
     sample = replay.sample(state, KEY, 512)
 
     actions = np.concatenate([rollout.action for rollout, _ in breakout.rollouts])
-    assert int(state.size) == 100  # rows, a third of those added
+    assert int(state.size) == 100  # rows, a third of the added ones
     stacks = sample.experience.observation
     assert stacks.shape == (512, 2, 4, 1, 84, 84)
     row, environment = np.divmod(np.asarray(sample.indices), 2)
@@ -100,4 +100,4 @@ def test_learning_sees_what_atari_stacks(breakout):
         at = (row + 3 + i, environment)
         assert_array_equal(stacks[:, i], breakout.native[at])
         assert_array_equal(sample.experience.action[:, i], actions[at])
-    assert not sample.experience.valid.all()  # some reach over the end of an episode
+    assert not sample.experience.valid.all()  # some sequences cross the end of an episode

@@ -1,4 +1,4 @@
-"""Hindsight, --her-fraction: which sequences get other goals, and their rewards."""
+"""Hindsight, --her-fraction: which sequences are relabelled, and their rewards."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -23,10 +23,10 @@ from cleanreplay.errors import UsageError
 
 N = 2  # environments
 ROWS = 40  # that the replay holds
-ADDED = 57  # rows, so that it has gone round
+ADDED = 57  # rows, so that the ring has wrapped
 BATCH = 16
-RELABELLED = 12  # of a batch
-# One task in NumPy, which is called back, and one in JAX. `before` are frames of the first stack.
+RELABELLED = 12  # sequences of a batch
+# One task in NumPy, called by a callback, and one in JAX. `before`: frames of the first stack.
 TASKS = {
     "NumPy": SimpleNamespace(
         script=sac_jax,
@@ -67,7 +67,7 @@ def make_agent(task):
 
 
 def added(task, like):
-    """Random steps [ADDED, N]: each row achieves a goal of its own, and no desired one."""
+    """Makes random steps [ADDED, N]. Each row achieves a different goal, never a desired one."""
     random = np.random.default_rng(0)
     ends = random.random((ADDED, N)) < 0.2
     valid = np.ones((ADDED, N), bool)
@@ -85,10 +85,10 @@ def added(task, like):
 
 @pytest.fixture(scope="module", params=TASKS)
 def drawn(request):
-    """A task, the steps that were added, and samples before and after hindsight."""
+    """Makes a task, the added steps, and samples before and after hindsight."""
     task = TASKS[request.param]
     agent = make_agent(task)
-    # Sequences of single observations are seen, and no stacks.
+    # Hindsight gets sequences of single observations, not of stacks.
     hindsight = agent.replay.replay if task.before else agent.replay
     steps = added(task, agent.example_step)
     state = hindsight.init(take(steps, 0, 0))
@@ -104,7 +104,7 @@ def drawn(request):
 
 
 def relabelled(task, pairs):
-    """The sequences with other goals: first row, environment, steps before and after."""
+    """Lists the relabelled sequences: first row, environment, steps before and after."""
     for before, after in pairs:
         for b in range(RELABELLED):
             was, now = (take(sample.experience, b) for sample in (before, after))
@@ -116,7 +116,7 @@ def take(steps, *index):
 
 
 def last_row(steps, row, env):
-    """The last row of an episode: the one that follows its end, or the newest."""
+    """Returns the last row of an episode: the one after its end, or the newest."""
     while row < ADDED - 1 and steps.valid[row, env]:
         row += 1
     return row
@@ -138,7 +138,7 @@ def test_goals_are_achieved_later_in_the_episode(drawn):
 
 
 def test_rewards_and_ends_are_those_of_the_new_goal(drawn):
-    """Of all steps of a sequence but the last, which only follows them."""
+    """The test compares all steps of a sequence except the last one, the next observation."""
     task, _, pairs = drawn
     counts = {"reached": 0, "missed": 0, "cut off": 0}
     for first, _, was, now in relabelled(task, pairs):
@@ -153,7 +153,7 @@ def test_rewards_and_ends_are_those_of_the_new_goal(drawn):
             assert now.truncated[i] == (was.truncated[i] or cut_off)
 
     assert min(counts["reached"], counts["missed"]) > 100
-    # The last step of an episode has one later goal, which it reaches.
+    # The last step of an episode has only one later goal, which it reaches.
     assert (counts["cut off"] > 20) == (task.n_step > 1)
 
 
@@ -169,7 +169,7 @@ def test_all_but_goals_and_their_rewards_stays(drawn):
         np.testing.assert_array_equal(was.valid, now.valid)
 
 
-# Functions of a goal a and the one desired, d; `i` is the info. JAX can trace these:
+# Functions of an achieved goal a and a desired goal d; `i` is the info. JAX can trace these:
 TRACED = {
     "constant": lambda a, d, i: False,  # as compute_terminated of Fetch
     "one goal": lambda a, d, i: (a == d).all() - 1.0,
@@ -201,7 +201,7 @@ def test_a_function_gives_each_goal_what_it_gives_it_alone(name):
 
 
 class Simulator(Reach):
-    """Knows its rewards from a reset on until it is closed."""
+    """Computes rewards only between a reset and its closing."""
 
     is_open = False
 
@@ -227,7 +227,7 @@ class TwoShapes(Reach):
 
 
 IMAGE = Box(0, 255, (9, 9, 1), np.uint8)
-# An environment, a part of the batch, and a word of the error.
+# An environment, a fraction of the batch, and a word of the error.
 MISTAKES = [
     (environments.Counter, 0.5, "no goals"),
     (lambda: Given(Reach.observation_space), 0.5, "no goals"),
@@ -249,7 +249,7 @@ def test_a_mistake_with_goals_is_one_line(env, fraction, word):
 
 
 def test_the_environment_that_is_asked_is_reset_and_open():
-    """Whatever becomes of the one that goals are found in."""
+    """The environment in which goals are found may be closed."""
     first, second = (wrap(SyncVectorEnv([Simulator]), 1) for _ in range(2))
     found = goals.find_goals(sac_jax.Args(her_fraction=0.5), first, lambda count: second)
     first.close()
@@ -267,7 +267,7 @@ def test_a_small_part_of_a_small_batch_of_data_is_refused():
 
 
 def test_a_wrapper_that_changes_no_reward_is_let_through():
-    class Rewards(TransformReward):  # a wrapper that knows the rewards of other goals
+    class Rewards(TransformReward):  # a wrapper that has its own `compute_reward`
         def compute_reward(self, achieved_goal, desired_goal, info):
             return 10 * self.env.unwrapped.compute_reward(achieved_goal, desired_goal, info)
 
@@ -276,13 +276,13 @@ def test_a_wrapper_that_changes_no_reward_is_let_through():
 
 
 def found():
-    """Goals of an environment without a time limit."""
+    """Finds goals of an environment without a time limit."""
     envs = SyncVectorEnv([Reach])
     return goals.find_goals(sac_jax.Args(her_fraction=0.5), envs, lambda count: envs)
 
 
 def test_bytes_of_goals_are_given_as_floats():
-    """Or 3 - 5 would be 254."""
+    """Otherwise 3 - 5 would be 254."""
     assert found().as_goals(jax.numpy.uint8([3, 5])).dtype == np.float32
 
 

@@ -1,4 +1,4 @@
-"""Which observations go through convolutions, what these compute, and videos of a run."""
+"""Observations that go through convolutions, their results, and videos of a run."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from cleanreplay.environments import with_hint
 from cleanreplay.networks import are_images, channels_last
 
 KEY = jax.random.PRNGKey(0)
-# Shapes of observations of one byte each, and their height, width and channels: () is no image.
+# Shapes of observations of bytes, and their height, width and channels; (): not an image.
 SHAPES = {
     (128,): (),
     (5, 5, 1): (5, 5, 1),
@@ -29,7 +29,7 @@ SHAPES = {
     (4, 10, 12): (10, 12, 4),
     (7, 7, 20): (7, 7, 20),  # two equal axes are height and width
     (17, 8, 8): (8, 8, 17),
-    (5, 6, 5): (5, 6, 5),  # no image has channels in the middle
+    (5, 6, 5): (5, 6, 5),  # channels are never in the middle
     (64, 2, 64): (),
     (36, 36): (36, 36, 1),
     (35, 40): (),
@@ -61,7 +61,7 @@ def test_channels_of_the_oldest_frame_come_first(shape, order):
 
 
 class FlaxNetwork(nn.Module):
-    """Those of Mnih et al. 2015, and of Young and Tian 2019, as anyone would write them."""
+    """Plain networks of Mnih et al. 2015, and of Young and Tian 2019."""
 
     is_large: bool
 
@@ -110,7 +110,7 @@ def test_observations_are_kept_in_the_dtype_of_images(dtype, stored):
 
 
 class Drawn(Counter):
-    """It can be drawn before an episode has made so many steps."""
+    """Can be rendered only before step `steps` of an episode."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012  (Gymnasium's)
 
@@ -127,7 +127,7 @@ class Drawn(Counter):
 
 gym.register("Undrawn-v0", Drawn, disable_env_checker=True, kwargs={"steps": 0})
 gym.register("DrawnAtFirst-v0", Drawn, disable_env_checker=True, kwargs={"steps": 1})
-# Like Atari, whose vector version preprocesses what the single one shows.
+# Like Atari, whose vector version preprocesses the observations of the single one.
 gym.register("DrawnElsewhere-v0", Drawn, vector_entry_point=environments.preprocessed)
 
 

@@ -30,7 +30,7 @@ def batch_of(agent, rows=6):
 
 
 def expected_losses(agent, networks, targets, batch):
-    """Eqs. 5, 6 and 7 of the paper for each row, in NumPy."""
+    """Computes eqs. 5, 6 and 7 of the paper for each row, in NumPy."""
     args = agent.args
     value, following = (
         np.asarray(agent.value.apply(networks.value, x))[:, 0]
@@ -74,7 +74,7 @@ def gradient_of_loss():
 
 @pytest.mark.parametrize("part", Networks._fields)
 def test_each_loss_changes_one_network(part):
-    """Also where the others are far away: their gradient is stopped."""
+    """The other losses may be large: their gradients are stopped."""
     agent = make("iql")
     state = jax.jit(agent.init)(KEY)
     batch = batch_of(agent)
@@ -89,7 +89,7 @@ def test_each_loss_changes_one_network(part):
 
 
 def test_scales_are_those_of_the_data():
-    """Rewards are such that the returns of episodes range over 1,000."""
+    """Rewards are scaled so that the returns of episodes have a range of 1,000."""
     agent = make("iql")
     steps = random_steps(agent)._replace(
         reward=np.float32([[1, 5], [2, 9], [4, 2], [8, 1]]),
@@ -129,7 +129,7 @@ def test_the_learning_rate_of_the_policy_ends_at_0():
 
 
 def pendulum(count=300):
-    """A file of Pendulum's shapes: observations of random size, actions over all of the range."""
+    """Writes a file with Pendulum's shapes: observations of random size, all actions."""
     rng = np.random.default_rng(0)
     observations = rng.normal(2, 3, (count + 1, 3)).astype(np.float32)
     np.savez(
@@ -150,7 +150,7 @@ RUN = Run(env_id="Pendulum-v1", eval_episodes=2, log_interval=100)
 
 @cache
 def trained():
-    """Flags, State and folder of a run on data alone, which tests share."""
+    """Trains on data alone. Returns flags, State and folder of the run, which tests share."""
     with chdir(tempfile.mkdtemp(prefix="iql_", dir=".")):
         data = str(Path(pendulum()).absolute())
         args = Args(offline_data=data, random_return=-2_000, expert_return=0, **ALONE)
@@ -182,7 +182,7 @@ def test_a_run_begins_online_with_what_data_have_taught():
     ((_, normalized),) = scalars["eval/normalized"]
     ((_, mean),) = scalars["eval/episodic_return"]
     assert normalized == pytest.approx(100 * (1 + mean / 2_000), rel=1e-4)
-    assert_array_equal(vector(after.scales), vector(state.scales))  # those that its networks know
+    assert_array_equal(vector(after.scales), vector(state.scales))  # its networks depend on them
     assert int(after.replay.replay.size) == 120
     assert (vector(after.networks) != vector(state.networks)).any()
 
@@ -190,7 +190,7 @@ def test_a_run_begins_online_with_what_data_have_taught():
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (dict(offline_data=""), "give their file"),
+        (dict(offline_data=""), "give a file or folder"),
         (dict(offline_fraction=0.5, learning_starts=1), "learning_starts"),
     ],
 )

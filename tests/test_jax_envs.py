@@ -1,4 +1,4 @@
-"""Environments written in JAX: their steps against a plain loop, and what prevents compiling."""
+"""Environments written in JAX: their steps against a plain loop, and obstacles to compiling."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ TIME_LIMIT = 6
 
 
 class Walk(FuncEnv):
-    """A walk from 1, 2 or 3 on, with actions -1, 0 and 1 and slips, that ends below 0 or above 4.
+    """Walks from 1, 2 or 3, with actions -1, 0 and 1 and slips, until it is below 0 or above 4.
 
     The observation shows the position and a random number. Rewards and ends are integers.
     """
@@ -52,7 +52,7 @@ TERMINAL = jax.jit(Walk().terminal)
 
 
 def make_walk(num_envs, frame_stack):
-    """DQN for stacks of what the walk shows, its environments, and params to act with."""
+    """Makes a DQN for stacks of the walk's observations, environments, and params to act with."""
     args = dqn_jax.Args(num_envs=num_envs, train_frequency=25 * num_envs, start_e=0.5, end_e=0.5)
     space = gym.spaces.Box(-np.inf, np.inf, (frame_stack, 2) if frame_stack > 1 else (2,))
     args = replace(args, frame_stack=frame_stack, hidden_sizes=(8,))
@@ -64,7 +64,7 @@ def make_walk(num_envs, frame_stack):
 
 
 class Loop:
-    """What `JaxEnvs` does, for one environment after the other."""
+    """Does the same as `JaxEnvs`, for one environment after the other."""
 
     def __init__(self, agent, key, n):
         self.agent = agent
@@ -80,7 +80,7 @@ class Loop:
         return self.stack.reshape(-1, *self.agent.example_step.observation.shape).copy()
 
     def step_one(self, i, action, key):
-        """Takes a step of environment i: the rest of its Step."""
+        """Takes a step of environment i. Returns the rest of its Step."""
         if not self.valid[i]:
             self.state[i] = INITIAL(key)
             self.length[i] = 0
@@ -103,7 +103,7 @@ class Loop:
         return row
 
     def collect(self, params, env_keys, act_key=None, step=0):
-        """Takes a step with each of the keys [S, N]: a Step [S, N, ...]."""
+        """Takes a step with each of the keys [S, N]. Returns a Step [S, N, ...]."""
         rollout = []
         for t, keys in enumerate(env_keys):
             observation = self.observation()
@@ -116,7 +116,7 @@ class Loop:
 
 
 def test_rollouts_are_those_of_a_plain_loop():
-    """Three, with starts, a time limit, both ends of an episode, exploration and stacks."""
+    """Three rollouts have starts, a time limit, both ends of episodes, exploration and stacks."""
     n = 3
     agent, envs, params = make_walk(n, frame_stack=2)
     key = jax.random.PRNGKey(7)
@@ -142,7 +142,7 @@ def test_rollouts_are_those_of_a_plain_loop():
 
 @pytest.mark.parametrize("max_steps", [3, 30_000])
 def test_an_evaluation_is_that_of_a_plain_loop(max_steps):
-    """The return of the first episode in each environment, with the best actions."""
+    """It plays the first episode in each environment, with the best actions."""
     n = 12
     agent, envs, params = make_walk(n, frame_stack=1)
     key = jax.random.PRNGKey(5)
@@ -174,7 +174,7 @@ def test_the_time_limit_is_that_of_the_flags(env_kwargs, limit):
 
 
 def make_doubled(**kwargs):
-    """A chain in a wrapper of its own, not one of the registration."""
+    """Makes a chain in a wrapper that its registration does not have."""
     return gym.wrappers.TransformReward(make_jax(Chain(), **kwargs), lambda reward: 2 * reward)
 
 
@@ -184,8 +184,8 @@ VECTOR_WRAPPER = (
     "    envs = gym.wrappers.vector.TransformReward(envs, np.sign)\n    if envs.metadata.get",
 )
 SEEDS = {"num_seeds": 2}
-# The environment, flags, edits of the script, what is named, whether a line says it where one
-# agent is trained, and a flag that asks for more.
+# The environment, flags, edits of the script, the reason, whether a line gives it if only one agent
+# is trained, and a flag that needs compiling.
 PREVENTED = [
     ("Counter-v0", {}, (), "not written in JAX", False, SEEDS),
     ("Chain-v0", {"vectorization": "sync"}, (), "--vectorization sync", False, SEEDS),

@@ -1,4 +1,4 @@
-"""`Log`: which episodes it counts, and what stands in a log entry."""
+"""`Log`: the episodes that it counts, and the contents of a log entry."""
 
 import math
 import time
@@ -21,7 +21,7 @@ def make_log(tmp_path, num_envs, total_timesteps=1_000):
 
 
 def test_episodes_are_counted_as_in_a_plain_loop(tmp_path):
-    """Across rollouts, without the steps that only reset."""
+    """Episodes continue across rollouts; autoreset steps do not count."""
     n = 4
     rng = np.random.default_rng(2)
     resetting = np.zeros(n, bool)
@@ -44,7 +44,7 @@ def test_episodes_are_counted_as_in_a_plain_loop(tmp_path):
 
 
 def test_an_entry_has_means_of_what_was_counted_since(tmp_path):
-    """And no chart of episodes if none ended, and no number that is not finite."""
+    """It has no charts of episodes if none ended, and only finite numbers."""
     with make_log(tmp_path, num_envs=1) as log:
         log.ended += [(1.0, 4.0), (2.0, 4.0), (6.0, 7.0)]
         log.add_metrics(100, {"losses/td_loss": 0.5, "mine": 2})
@@ -88,7 +88,7 @@ def test_a_clock_that_is_set_back_changes_no_speed(tmp_path, monkeypatch):
     with make_log(tmp_path, num_envs=1) as log:
         monkeypatch.setattr(time, "time", lambda: now - 3_600)
         log.add_metrics(10, {})
-        monkeypatch.setattr(time, "monotonic", lambda: log.start_time)  # it stands still
+        monkeypatch.setattr(time, "monotonic", lambda: log.start_time)  # the clock stands still
         log.add_metrics(20, {})
 
     speeds = [speed for _, speed in read_events(tmp_path)[0]["charts/SPS"]]

@@ -1,4 +1,4 @@
-"""A whole run that is stepped from Python: what it learns, and what it leaves in memory."""
+"""A whole run that is stepped from Python: what it learns, and what remains in memory."""
 
 import gc
 import itertools
@@ -59,7 +59,7 @@ def test_a_wrapper_is_around_each_environment(monkeypatch):
 
 
 def test_the_first_parameters_outlive_the_first_state(monkeypatch):
-    """Training overwrites the state while they act for the second rollout, from step 11 on."""
+    """Training overwrites the state while they act in the second rollout, from step 11 on."""
     states = []
     begin = Experiment.begin
     calls = itertools.count(1)
@@ -97,7 +97,7 @@ def test_the_programs_of_a_run_are_freed_with_it(monkeypatch):
 
 
 def test_runs_evaluations_and_resumes_start_environments_apart():
-    """Environment i adds i to the seed that it is given."""
+    """Environment i adds i to the given seed."""
     seeds = []
 
     def note(seed):

@@ -1,4 +1,4 @@
-"""The tasks that take memory, against the environments of which they hide a part."""
+"""The tasks that need memory, against the environments of which they hide a part."""
 
 from contextlib import closing
 
@@ -12,7 +12,7 @@ from cleanreplay import memory_tasks  # noqa: F401  (registers)
 
 
 def steps_of(env_id):
-    """The observations at the start, and what 250 steps return, those that reset included."""
+    """Returns the first observations, and the results of 250 steps, with autoreset steps."""
     with closing(gym.make_vec(env_id, 2, vectorization_mode="sync")) as envs:
         observation, _ = envs.reset(seed=3)
         envs.action_space.seed(3)
@@ -51,7 +51,7 @@ def test_a_task_in_jax_shows_the_positions(name, full, positions):
 
 @pytest.mark.parametrize("env_id", ["MemoryChain-v0", "phys2d/MemoryChain-v0"])
 def test_a_chain_rewards_the_answer_to_its_first_observation(env_id):
-    """The observations are the part of the steps left, whether it is the last, and the answer."""
+    """Observations are the fraction of steps left, whether the step is the last, the answer."""
     env = gym.make(env_id, length=4)
     cues = set()
     for seed in range(8):

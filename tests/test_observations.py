@@ -1,4 +1,4 @@
-"""What becomes of observations: images for convolutions, or vectors of numbers."""
+"""How observations are read: as images for convolutions, or vectors of numbers."""
 
 import gymnasium as gym
 import jax
@@ -17,11 +17,11 @@ from cleanreplay.jax_envs import JaxEnvs
 
 
 def made(space, observation=None, frame_stack=1):
-    """Two environments with these observations, as a network sees them."""
+    """Makes two environments with these observations, as a network sees them."""
     return wrap(SyncVectorEnv([lambda: Given(space, shown=observation)] * 2), frame_stack)
 
 
-# A space, an observation, and what a network sees of it.
+# A space, an observation, and the network's input.
 VALUES = [
     (Discrete(4, start=2), np.int64(3), [0, 1, 0, 0]),
     (MultiDiscrete([2, 3]), np.array([1, 2]), [0, 1, 0, 0, 1]),
@@ -50,7 +50,7 @@ def test_observations_are_an_array_of_numbers(space, observation, seen):
 
 IMAGE = Box(0, 255, (9, 9, 1), np.uint8)
 TUPLE = Tuple([Discrete(2), Box(-1, 1, (1,))])
-# A space, a stack of frames, and the line that says how they are read.
+# A space, a stack of frames, and the line that describes how they are read.
 LINES = [
     (Box(0, 1, (3,)), 1, ""),
     (Box(0, 1, (128,), np.uint8), 1, ""),
@@ -68,12 +68,12 @@ LINES = [
 
 
 @pytest.mark.parametrize(("space", "frame_stack", "line"), LINES)
-def test_a_line_says_how_observations_are_read(space, frame_stack, line):
+def test_a_line_describes_how_observations_are_read(space, frame_stack, line):
     assert describe(made(space, frame_stack=frame_stack)) == line.format(space)
 
 
 class Words(gym.Space):
-    """A kind of space that Gymnasium does not know, as MiniGrid's missions are of."""
+    """A kind of space that Gymnasium does not know, like that of MiniGrid's missions."""
 
 
 # A space, and a word of the error.
@@ -98,7 +98,7 @@ def test_stacks_are_among_the_observations_of_their_space():
 
     assert envs.single_observation_space.shape == (3, 4)
     assert envs.observation_space.shape == observation.shape == (2, 3, 4)
-    assert envs.observation_space.contains(observation)  # zeros are
+    assert envs.observation_space.contains(observation)  # also with frames of zeros
 
 
 shown = {"observation_space": TUPLE, "shown": VALUES[4][1]}
@@ -112,7 +112,7 @@ def test_a_run_begins_with_how_observations_are_read(capsys):
 
 
 class Loose(gym.vector.VectorWrapper):
-    """Its flags are numbers, and it gives a reward for the step that resets."""
+    """Has flags that are numbers, and gives a reward for an autoreset step."""
 
     is_over = False
 

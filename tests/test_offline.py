@@ -1,4 +1,4 @@
-"""--offline-data: what it reads, what part of a batch it is, and what is kept of it."""
+"""--offline-data: reading it, its fraction of a batch, and what a run keeps of it."""
 
 import json
 import os
@@ -28,7 +28,7 @@ COUNTER_RUN = dqn_jax.Run(**COUNTER)
 
 
 def steps_of(agent, numbers, **leaves):
-    """Steps of one environment, of which these numbers are observed; other leaves are given."""
+    """Makes steps of one environment that observes these numbers; other leaves are given."""
     steps = jax.tree.map(lambda x: np.stack([x] * len(numbers)), agent.example_step)
     steps.observation.T[:] = numbers
     return steps._replace(valid=np.ones(len(numbers), bool), **leaves)
@@ -50,7 +50,7 @@ def write_data(script, run=COUNTER_RUN, num_envs=None, about=None, **leaves):
 
 
 def agent_with(script, run=COUNTER_RUN, offline_data="data", **flags):
-    """An agent, and its State with the data and 20 steps of its own."""
+    """Makes an agent, and its State with the data and 20 steps of its own."""
     args = script.Args(**SMALL_DQN | flags, offline_data=offline_data)
     agent = make_agent(script, args, run, **replays.options(args, None, None))
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
@@ -60,13 +60,13 @@ def agent_with(script, run=COUNTER_RUN, offline_data="data", **flags):
 
 
 def read_data(run=COUNTER_RUN, offline_data="data", **flags):
-    """The state of a replay with the data, for an agent of DQN with these flags."""
+    """Makes the state of a replay with the data, for an agent of DQN with these flags."""
     agent = make_agent(dqn_jax, dqn_jax.Args(**SMALL_DQN | flags, offline_data=offline_data), run)
     return offline.read(agent, run, {}, agent.example_step)
 
 
 @pytest.mark.parametrize("script", [per_dqn_jax, sac_jax])
-def test_a_part_of_each_batch_is_of_the_data(script):
+def test_a_fraction_of_each_batch_is_offline_data(script):
     run = sac_jax.Run(env_id="Pendulum-v1") if script is sac_jax else COUNTER_RUN
     write_data(script, run)
     agent, state = agent_with(script, run, offline_fraction=0.25, n_step=3)
@@ -85,7 +85,7 @@ def test_a_part_of_each_batch_is_of_the_data(script):
 
 
 def test_data_have_the_weight_1_and_no_priorities():
-    """They are as many as it likes, and so each of them is drawn rarely."""
+    """They may be many, so each of them is rarely sampled."""
     write_data(per_dqn_jax, num_envs=1_000)
     agent, state = agent_with(per_dqn_jax)
 
@@ -96,7 +96,7 @@ def test_data_have_the_weight_1_and_no_priorities():
     agent.loss = loss
     step = jax.jit(agent.gradient_step)
     _, metrics = step(state, jax.random.PRNGKey(1), 0, 10)
-    np.testing.assert_array_equal(metrics["weights"], 1)  # all priorities are alike
+    np.testing.assert_array_equal(metrics["weights"], 1)  # all priorities are equal
     state = state._replace(replay=agent.replay.set_priorities(state.replay, [3], [50.0]))
     after, metrics = step(state, jax.random.PRNGKey(1), 0, 10)
     np.testing.assert_array_equal(metrics["weights"][4:], 1)
@@ -107,9 +107,9 @@ def test_data_have_the_weight_1_and_no_priorities():
         np.testing.assert_array_equal(x, y)
 
 
-def test_steps_of_another_environment_are_said(capsys):
+def test_steps_of_another_environment_are_reported(capsys):
     write_data(dqn_jax, about={"env_id": "Other-v0"})
-    read_data(n_step=ROWS - 1)  # they are just enough for a sequence
+    read_data(n_step=ROWS - 1)  # just enough rows for a sequence
 
     said = capsys.readouterr().out
     assert "data has steps of env_id Other-v0, and this run of Counter-v0" in said
@@ -155,7 +155,7 @@ CHOICES = gym.spaces.Discrete(3, start=2)
 
 
 def episode(observations, actions, ends=True):
-    """An episode of Minari with the rewards 1, 2, ..., which ends, or is cut off."""
+    """Makes an episode of Minari with rewards 1, 2, ..., which ends or is cut off."""
     steps = np.arange(len(actions))
     episode = SimpleNamespace(id=7, observations=observations, actions=actions, rewards=steps + 1.0)
     episode.terminations = ends & (steps == len(steps) - 1)
@@ -163,7 +163,7 @@ def episode(observations, actions, ends=True):
 
 
 def dataset_of(observation_space, action_space, *episodes):
-    """What is used of a dataset of Minari."""
+    """Makes the used parts of a dataset of Minari."""
     dataset = SimpleNamespace(observation_space=observation_space, action_space=action_space)
     dataset.env_spec = SimpleNamespace(id="Other-v0")
     dataset.iterate_episodes = lambda: iter(episodes)
@@ -189,7 +189,7 @@ def test_a_dataset_of_minari_is_read_with_its_ends(monkeypatch, capsys):
 
 
 def test_a_dict_is_flattened_in_the_order_of_its_space():
-    """That of the environment: Minari keeps the entries in the order of the alphabet."""
+    """The order is that of the environment; Minari stores entries alphabetically."""
     run = sac_jax.Run(env_id="environments:Reach-v0")
     entries = spaces_of(sac_jax, sac_jax.Args(), run)["entries"]
     space = environments.Reach.observation_space
@@ -238,7 +238,7 @@ def written(*args, **options):
 
 
 OTHER_SHAPE = "observation is float32.1, 4. there, and float32.1, 3. is needed"
-# What makes the data, the flags, and a word of the error.
+# A function that makes the data, the flags, and a word of the error.
 MISTAKES = {
     "no vault": (lambda: None, {}, "data holds no vault: a run has one"),
     "another shape": (written(dqn_jax.Run()), {}, OTHER_SHAPE),

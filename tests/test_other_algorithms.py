@@ -1,4 +1,4 @@
-"""docs/other_algorithms/: the diffs apply, and what they change is right, against plain loops."""
+"""docs/other_algorithms/: the diffs apply, and the scripts are right, against plain loops."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ KEY = jax.random.PRNGKey(0)
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 @pytest.mark.parametrize("name", OTHER_ALGORITHMS)
 def test_a_diff_applies_at_one_place_only(name, tmp_path):
-    """So git cannot apply it at another one, wherever lines have moved."""
+    """So git cannot apply it at a wrong place after lines have moved."""
     file = tmp_path / f"{name}.py"
     shutil.copy(ROOT / f"{OTHER_ALGORITHMS[name]}.py", file)
     text = file.read_text()
@@ -60,12 +60,12 @@ def test_a_copy_learns_from_a_rollout(name):
     assert (ravel_pytree(after[0])[0] != ravel_pytree(state[0])[0]).any()
 
 
-# C51 and QR-DQN: Q(s, .) is s * params, and actions 0 and 1 have five numbers each
+# C51 and QR-DQN: outputs are s * params, and actions 0 and 1 have five numbers each
 
-# Action 1 is the best one online, and action 0 in the target network, by both algorithms.
+# In both algorithms action 1 is the best one online, and action 0 in the target network.
 ONLINE = np.array([[0.3, -0.2, 0.1, -0.1, 0.2], [-1.0, 0.0, 1.0, 2.0, 1.5]])
 TARGET = np.array([[-2.0, 1.0, 0.5, 1.5, 3.0], [0.5, 0.4, -0.3, -0.2, -0.6]])
-WEIGHTS = np.array([0.5, 1.0, 0.25])  # of the three windows by hand; the fourth one only resets
+WEIGHTS = np.array([0.5, 1.0, 0.25])  # of the three sequences by hand; the fourth is not valid
 FLAGS = {
     "c51_jax": dict(n_atoms=5, v_min=-2.0, v_max=2.0),
     "qr_dqn_jax": dict(n_quantiles=5, kappa=0.5),
@@ -86,7 +86,7 @@ def with_numbers(name, **flags):
 
 
 def plain_projection(probabilities, reward, discount):
-    """Algorithm 1 of Bellemare et al. 2017 for the atoms -2 to 2, one after the other."""
+    """Runs algorithm 1 of Bellemare et al. 2017 for the atoms -2 to 2, one after the other."""
     projected = np.zeros(5)
     for atom, probability in zip(range(-2, 3), probabilities, strict=True):
         place = np.clip(reward + discount * atom, -2, 2) + 2
@@ -98,13 +98,13 @@ def plain_projection(probabilities, reward, discount):
 
 
 def divergence(logits, next_logits, reward, discount):
-    """The loss of C51: the KL divergence of one row."""
+    """Computes the loss of C51 for one row: the KL divergence."""
     target = plain_projection(scipy.special.softmax(next_logits), reward, discount)
     return scipy.special.rel_entr(target, scipy.special.softmax(logits)).sum()
 
 
 def quantile_loss(quantiles, next_quantiles, reward, discount):
-    """The loss of QR-DQN of one row: algorithm 1 of Dabney et al. 2018, with kappa 0.5."""
+    """Computes the loss of QR-DQN for one row: algorithm 1 of Dabney et al. 2018, kappa 0.5."""
     total = 0.0
     for i, quantile in enumerate(quantiles):
         for target in reward + discount * next_quantiles:
@@ -121,7 +121,7 @@ LOSSES = {"c51_jax": divergence, "qr_dqn_jax": quantile_loss}
 @OF_RETURNS
 @pytest.mark.parametrize("double_q", [False, True])
 def test_the_loss_is_the_weighted_mean_of_a_plain_loop(name, double_q):
-    """Rewards 1, 2, 3; actions 0, 1, 0; the second terminates."""
+    """The rewards are 1, 2, 3, the actions 0, 1, 0; the second step terminates."""
     agent = with_numbers(name, double_q=double_q)
     batch = agent.to_transitions(windows_by_hand(), KEY)
     weights = jnp.array([*WEIGHTS, 1e6])
@@ -147,7 +147,7 @@ TARGET_CRITICS = np.array([[2.0, -1.0], [1.0, 1.5]])
 
 
 def td3(**flags):
-    """Makes the agent, its State, and the batch of the four windows by hand."""
+    """Makes the agent, its State, and the batch of the four sequences by hand."""
     module = other_algorithm("td3_jax")
     agent = module.Agent(module.Args(**flags, gamma=0.5), box(1), BOUNDS)
     agent.critic = SimpleNamespace(
@@ -174,7 +174,7 @@ def td3(**flags):
 
 
 def test_the_target_of_td3_is_that_by_hand(monkeypatch):
-    """The noise is scaled, then clipped, then the action is clipped; the smaller value counts."""
+    """Noise is scaled, then clipped, then the action is clipped; the smaller value counts."""
     agent, state, batch = td3(policy_noise=0.2, noise_clip=0.3)
     noise = np.float32([[1.0], [0.0], [-5.0], [0.0]])
     monkeypatch.setattr(jax.random, "normal", lambda key, shape, dtype: noise)
@@ -191,7 +191,7 @@ def test_the_target_of_td3_is_that_by_hand(monkeypatch):
 
 
 def test_td3_moves_policy_and_targets_at_every_second_step():
-    """Each target by tau towards the network that has just been updated."""
+    """Each target moves by tau towards the network that has just been updated."""
     agent, state, _ = td3(tau=0.25)
     first, _ = agent.gradient_step(state, KEY, 1)
     second, _ = agent.gradient_step(state, KEY, 2)
@@ -200,14 +200,14 @@ def test_td3_moves_policy_and_targets_at_every_second_step():
     assert first.policy.actor == state.policy.actor
     assert first.target_actor == state.target_actor
     assert_array_equal(first.target_critics, state.target_critics)
-    assert actor > state.policy.actor  # the first critic likes greater actions
+    assert actor > state.policy.actor  # the first critic prefers larger actions
     assert_allclose(second.target_actor, 0.75 * 0.9 + 0.25 * actor, rtol=1e-5)
     wanted = 0.75 * TARGET_CRITICS + 0.25 * second.critics
     assert_allclose(second.target_critics, wanted, rtol=1e-5)
 
 
 def test_td3_bc_imitates_and_maximises_the_value_in_its_own_unit():
-    """Eq. 5, with the gradient of the policy at every second step."""
+    """The loss is eq. 5. The policy changes at every second step."""
     module = other_algorithm("td3_bc_jax")
     args = module.Args(offline_data="x", offline_fraction=0.5, bc_alpha=2.0, hidden_sizes=(5,))
     agent = module.Agent(args, box(1), BOUNDS)
@@ -233,7 +233,7 @@ def test_td3_bc_imitates_and_maximises_the_value_in_its_own_unit():
 
 @pytest.mark.parametrize("penalty", [0.0, 3.0])
 def test_cql_lowers_the_values_of_other_actions(penalty):
-    """Eq. 4 of Kumar et al. 2020."""
+    """The penalty is that of eq. 4 of Kumar et al. 2020."""
     module = other_algorithm("cql_jax")
     agent = module.Agent(module.Args(penalty=penalty, hidden_sizes=(5,)), box(1), TWO)
     state = jax.jit(agent.init)(KEY)

@@ -1,4 +1,4 @@
-"""cleanreplay/packed.py: observations of images and numbers, a Dict, as bytes."""
+"""cleanreplay/packed.py: Dict observations of images and numbers, packed as bytes."""
 
 import re
 
@@ -67,7 +67,7 @@ def test_unpacked_is_what_was_packed_bit_by_bit(xp):
         assert np.asarray(x).tobytes() == parts[name].tobytes()
 
 
-# An entry of a Dict of all kinds: its space, what is observed, and what is unpacked.
+# An entry of a Dict of each kind: its space, the observation, and the unpacked value.
 ENTRIES = {
     "grey": (Box(0, 255, (36, 40), np.uint8), np.full((36, 40), 7, np.uint8), None),
     "planes": (Box(0, 1, (4, 7, 7), bool), np.arange(196).reshape(4, 7, 7) == 5, None),
@@ -84,7 +84,7 @@ ENTRIES = {
 
 @pytest.mark.parametrize("frame_stack", [1, 3])
 def test_a_dict_with_an_image_is_packed(frame_stack):
-    """Its images as they are, and all else as flat numbers."""
+    """Its images stay as they are, and everything else becomes flat numbers."""
     space = Dict({name: entry[0] for name, entry in ENTRIES.items()})
     shown = {name: entry[1] for name, entry in ENTRIES.items()}
     envs = wrap(SyncVectorEnv([lambda: Given(space, shown=shown)] * 2), frame_stack)
@@ -156,7 +156,7 @@ def test_a_saved_agent_takes_the_dict():
     assert len(policy({name: x[:0] for name, x in given.items()})) == 0
 
 
-# What a policy is given, and what the error says of it.
+# An input of a policy, and words of the error.
 MISTAKES = [
     (np.zeros((3, BYTES), np.uint8), "a dict of image, numbers"),
     ({"image": random_parts(3)["image"]}, "a dict of image, numbers"),

@@ -1,4 +1,4 @@
-"""per_dqn_jax.py: what it changes of dqn_jax.py, against hand computations."""
+"""per_dqn_jax.py: its differences from dqn_jax.py, against hand computations."""
 
 from types import SimpleNamespace
 
@@ -13,17 +13,17 @@ import per_dqn_jax
 from per_dqn_jax import Args
 
 KEY = jax.random.PRNGKey(0)
-WEIGHTS = np.array([0.5, 1.0, 0.25])  # of the three windows by hand; the fourth only resets
+WEIGHTS = np.array([0.5, 1.0, 0.25])  # of the three sequences by hand; the fourth is not valid
 
 
 def gradient_by_hand(errors):
-    """The gradient of the weighted mean of squared errors, by the values of both actions."""
+    """Computes the gradient of the weighted mean squared error by the values of both actions."""
     return np.array([-2 * (0.5 * errors[0] + 0.25 * errors[2]) / 3, -2 * errors[1] / 3])
 
 
 @pytest.mark.parametrize("double_q", [False, True])
 def test_a_gradient_step_is_that_by_hand(double_q, monkeypatch):
-    """With its weights and priorities. An autoreset step has no weight, and gets priority 0."""
+    """So are weights and priorities. An autoreset step has no weight, and gets priority 0."""
     args = Args(gamma=0.5, double_q=double_q, priority_epsilon=0.125, batch_size=4)
     agent = linear(per_dqn_jax, args)
     state = state_of(agent, [1.0, 2.0], [10.0, 4.0])

@@ -1,4 +1,4 @@
-"""load_policy: the agent in a file or of a run, as a function from observations to actions."""
+"""load_policy: the agent of a run or in a file, as a function from observations to actions."""
 
 import json
 import shutil
@@ -36,11 +36,11 @@ def change_args_json(name, **changed):
     [
         ([3.0, 2.0, 1.0], (1, 2, 3), 0),
         ([-3.0, -1.0, -2.0], (1, 2, 3), 1),
-        ([1.0, 2.0, 2.0], (1, 2, 3), 1),  # of equal ones the first
-        ([1.0, 3.0, 4.0], (2, 3, 1), 2),  # a run that is resumed goes back
-        ([1.0, 2.0, 3.0], (1, 2, 2), 1),  # a second evaluation may be luckier
+        ([1.0, 2.0, 2.0], (1, 2, 3), 1),  # the first of equal ones
+        ([1.0, 3.0, 4.0], (2, 3, 1), 2),  # a resumed run goes back to its checkpoint
+        ([1.0, 2.0, 3.0], (1, 2, 2), 1),  # a second evaluation of an agent may be luckier
         ([np.nan, 1.0, np.nan], (1, 2, 3), 1),
-        ([1.0, np.inf, 0.0], (1, 2, 3), 0),  # such rewards are no reason to keep an agent
+        ([1.0, np.inf, 0.0], (1, 2, 3), 0),  # an infinite score does not count
         ([1.0, np.float32(2.25), np.float64(2.5)], (1, 2, 3), 2),
     ],
 )
@@ -57,7 +57,7 @@ def test_the_agent_of_the_highest_score_is_kept(scores, steps, best, is_reopened
     np.testing.assert_array_equal(stored.read(["x"])["x"], [best] * 3)
 
 
-def test_it_is_the_best_agent_of_a_run(monkeypatch):
+def test_the_best_agent_of_a_run_is_loaded(monkeypatch):
     acting = []
     left = iter([1.0, 4.0, 2.0, 3.0])
 
@@ -74,7 +74,7 @@ def test_it_is_the_best_agent_of_a_run(monkeypatch):
 
 
 def test_only_what_the_policy_needs_is_read(monkeypatch):
-    """A replay may have gigabytes. Without an evaluation it is that of the newest checkpoint."""
+    """A replay may have gigabytes. Without evaluations the newest checkpoint is read."""
     saved = saved_run(dqn_jax)
     read = []
     take = disk.Stored.read
@@ -91,8 +91,8 @@ def test_only_what_the_policy_needs_is_read(monkeypatch):
     assert sorted(read) == sorted(agent_file.policy_leaves(saved.agent()))
 
 
-def test_of_several_agents_it_is_the_first_that_is_left():
-    """With its own flags: the first one has diverged."""
+def test_of_several_agents_the_first_one_left_is_loaded():
+    """It has its own flags. The first agent has diverged."""
     agent, params = save_agent(dqn_jax)
     stored = agent_file.open_agent("best.safetensors")
     arrays = stored.read(stored.shapes).items()
@@ -126,8 +126,8 @@ NUMBERS = np.arange(72).reshape(2, 6, 6)
         (FLOATS, np.zeros(3), r"\[N, 3\], not \(3,\)"),
     ],
 )
-def test_what_was_not_trained_on_is_an_error(example, given, words):
-    """Images would be cut to whole numbers below 256, and taken for other images."""
+def test_observations_unlike_those_of_training_are_an_error(example, given, words):
+    """Otherwise images would be cut to integers below 256, and become different images."""
     with pytest.raises(ValueError, match=f"observations must be {words}"):
         policies.as_observations(given, example)
 
@@ -162,8 +162,8 @@ SERVED_ELSEWHERE = dict(capture_video=True, track=True, distributed="localhost:1
 @pytest.mark.parametrize(
     ("name", "changed"), [("run", SERVED_ELSEWHERE), ("spaces", dict(observation=None))]
 )
-def test_what_is_not_there_is_not_needed(name, changed, monkeypatch):
-    """Such as moviepy, wandb, several processes; unknown spaces are those of the environment."""
+def test_packages_of_training_are_not_needed_to_load_an_agent(name, changed, monkeypatch):
+    """Examples are moviepy, wandb, several processes. Unknown spaces are the environment's."""
     agent, params = save_agent(dqn_jax)
     change_args_json(name, **changed)
     monkeypatch.setitem(sys.modules, "moviepy", None)

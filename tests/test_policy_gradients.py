@@ -1,4 +1,4 @@
-"""What PPO and recurrent PPO share, asked of PPO where test_scripts.py finds the same code."""
+"""What PPO and recurrent PPO share; only of PPO if test_scripts.py finds the same code."""
 
 from types import SimpleNamespace
 
@@ -51,7 +51,7 @@ def test_log_probabilities_and_entropies_are_scipys(script, space):
 
 
 def test_multi_discrete_actions_are_drawn_as_they_exist():
-    """The first has two choices, and the logits of two more must not count."""
+    """The first action has two choices, so that its other two logits must not count."""
     p = np.array([0.3, 0.7]), np.array([0.3, 0.1, 0.4, 0.2])
     output = np.concatenate([np.log(p[0]), [9.0, 9.0], np.log(p[1])]).astype(np.float32)
     actions = Categorical(MULTI)
@@ -119,7 +119,7 @@ def test_floats_and_rewards_are_normalised_by_default(space, dtype, flags, wante
 
 
 def plain_returns(running, rollout):
-    """The discounted return at each valid step; `running`, those of environments, goes on."""
+    """Computes discounted returns at each valid step, and continues `running`, those of envs."""
     returns = []
     for t, i in np.ndindex(rollout.reward.shape):
         if rollout.valid[t, i]:
@@ -131,7 +131,7 @@ def plain_returns(running, rollout):
 
 
 def test_rewards_are_divided_by_the_deviation_of_returns():
-    """Returns carry over from rollout to rollout, and steps that only reset have none."""
+    """Returns continue from rollout to rollout, and autoreset steps have none."""
     agent, state, rollouts, *_ = collected(ppo_jax, "box")
     running = np.zeros(4)
     seen = []
@@ -148,7 +148,7 @@ def test_rewards_are_divided_by_the_deviation_of_returns():
 
 
 def test_normalised_rewards_are_at_most_10():
-    """The deviation was 2 in so many steps before that these do not change it."""
+    """The deviation was 2 for so many earlier steps that these do not change it."""
     agent, state, (rollout, *_), *_ = collected(ppo_jax, "box")
     stats = ppo_jax.RunningMeanStd(jnp.float32(0), jnp.float32(4), jnp.float32(1e9))
     rollout = rollout._replace(reward=np.full((24, 4), np.float32([3, -7, 30, -30])))
@@ -157,7 +157,7 @@ def test_normalised_rewards_are_at_most_10():
     assert_allclose(scaled.reward[0], [1.5, -3.5, 10, -10], rtol=1e-3)
 
 
-def test_unfinished_returns_are_left_out_of_what_goes_on():
+def test_returns_of_unfinished_episodes_are_not_continued():
     agent, state, *_ = collected(ppo_jax, "box")
     state = state._replace(discounted_return=jnp.ones(4))
 
@@ -166,7 +166,7 @@ def test_unfinished_returns_are_left_out_of_what_goes_on():
 
 
 def random_batch(rng, space):
-    """A Batch of 200 steps, and new outputs and values of the network."""
+    """Makes a Batch of 200 steps, and new outputs and values of the network."""
     new_output, old_output = rng.normal(scale=0.5, size=(2, 200, 4))
     action = rng.normal(size=(200, 2)) if space is BOX else rng.integers(4, size=200)
     old_log_prob, _ = log_prob_and_entropy(space, old_output, action)
@@ -178,7 +178,7 @@ def random_batch(rng, space):
 
 
 def plain_losses(batch, log_prob, entropy, value, clip_vloss, norm_adv):
-    """The terms of the loss of the valid steps, with a clipping range of 0.3."""
+    """Computes the terms of the loss over the valid steps, with a clipping range of 0.3."""
     valid = batch.valid
     log_ratio = (log_prob - batch.log_prob)[valid]
     value, old_value, advantage = [x[valid] for x in (value, batch.value, batch.advantage)]
@@ -229,7 +229,7 @@ def test_epochs_take_every_row_once_up_to_the_target_kl(target_kl, epochs):
     agent = make(ppo_jax, DISCRETE, **sizes, target_kl=target_kl)
 
     def count(params, batch):
-        """A loss by which SGD adds 1 to the parameters of the rows."""
+        """Computes a loss with which SGD adds 1 to the parameters of the rows."""
         assert batch.observation.shape == (6,)
         return -params[batch.observation].sum(), {"losses/approx_kl": params.mean()}
 
@@ -255,7 +255,7 @@ def test_epochs_take_every_row_once_up_to_the_target_kl(target_kl, epochs):
     ids=["ppo", "ppo-images", "recurrent", "recurrent-images"],
 )
 def test_weights_are_orthogonal_at_first(script, space, hidden):
-    """Those of the policy are so small that it is almost uniform."""
+    """The policy's are so small that it is almost uniform."""
     state = script.Agent(script.Args(num_envs=4), space, BOX).init(KEY)
     params = state.params["params"]
     scales = dict.fromkeys(hidden, 2**0.5) | {"actor": 0.01, "critic": 1.0}

@@ -64,7 +64,7 @@ def test_log_probabilities_of_a_batch_are_of_its_actions(script, kind):
 @BOTH
 @KINDS
 def test_values_of_a_batch_are_those_of_its_steps(script, kind):
-    """Also of the steps that only reset, whose values truncated episodes bootstrap from."""
+    """The batch includes autoreset steps, from whose values truncated episodes bootstrap."""
     case = collected(script, kind)
     _, value, _ = plain_outputs(case)
 
@@ -72,7 +72,7 @@ def test_values_of_a_batch_are_those_of_its_steps(script, kind):
 
 
 def plain_advantages(script, kind):
-    """The advantages and values of the rollout, in a loop."""
+    """Computes the advantages and values of the rollout in a loop."""
     case = collected(script, kind)
     rollout = case.rollouts[-1]
     _, value, _ = plain_outputs(case)
@@ -118,7 +118,7 @@ def test_statistics_change_after_the_batch_is_made(script):
 
 @cache
 def train_step_of(script):
-    """A function of a rollout, its step and what follows: the results of `train_step`."""
+    """Makes a function that calls `train_step` with a rollout, its step and next observation."""
     agent, state, _, next_observation, *_ = collected(script, "box")
     train_step = jax.jit(agent.train_step)
 
@@ -129,8 +129,8 @@ def train_step_of(script):
 
 
 @BOTH
-def test_steps_that_only_reset_change_nothing(script):
-    """But the value where an episode was truncated before them."""
+def test_autoreset_steps_change_nothing(script):
+    """Only their value counts, if an episode was truncated before them."""
     rollout = collected(script, "box").rollouts[-1]
     resets = ~rollout.valid
     is_free = resets.copy()
@@ -159,7 +159,7 @@ def test_each_iteration_shuffles_anew(script):
 
 @BOTH
 def test_a_rollout_without_a_step_is_harmless(script):
-    """All environments only reset: nothing is learned, and nothing is divided by 0."""
+    """All its steps are autoreset steps: nothing is learned, and nothing is divided by 0."""
     case = collected(script, "box")
     nothing = np.zeros((24, 4), bool)
     rollout = case.rollouts[-1]._replace(terminated=nothing, truncated=nothing, valid=nothing)

@@ -11,7 +11,7 @@ from pqn_jax import Batch
 
 @pytest.mark.parametrize("q_lambda", [0.0, 0.7, 1.0])
 def test_targets_are_lambda_returns(q_lambda):
-    """G(t) = r + gamma ((1 - lambda) max Q(s') + lambda G(t + 1)), and the value at an end."""
+    """They are G(t) = r + gamma ((1 - lambda) max Q(s') + lambda G(t + 1)), at an end a value."""
     agent = make("pqn", num_steps=6)
     rollout = random_steps(agent)
     rng = np.random.default_rng(1)
@@ -27,7 +27,7 @@ def test_targets_are_lambda_returns(q_lambda):
                 continue
             bootstrap = 0 if rollout.terminated[t, env] else following[t, env]
             goes_on = after is not None and not done[t, env]
-            # With a rollout's own values, the recursion is that of the differences.
+            # With the rollout's own values, it is the recursion of the differences.
             rest = q_lambda * (after[0] - after[1]) if goes_on else 0
             wanted = rollout.reward[t, env] + 0.9 * (bootstrap + rest)
             assert_allclose(targets[t, env], wanted, rtol=1e-4, atol=1e-5)

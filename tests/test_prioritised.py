@@ -1,4 +1,4 @@
-"""Prioritised replay: draws in proportion to priorities, and a tree that agrees with them."""
+"""Prioritised replay: samples in proportion to priorities, and a tree that agrees with them."""
 
 from functools import cache, partial
 
@@ -21,7 +21,7 @@ def replay_of(size, exponent=1.0):
 
 
 def filled(priorities, exponent=1.0):
-    """A full buffer of ids 0, 1, ... with these priorities, and its functions."""
+    """Makes a full buffer of ids 0, 1, ... with these priorities. Returns it and its state."""
     size = len(priorities)
     replay = replay_of(size, exponent)
     state = replay.add_batch(replay.init(0), jnp.arange(size))
@@ -29,7 +29,7 @@ def filled(priorities, exponent=1.0):
 
 
 def spread(size):
-    """Priorities of which a tenth are 0 and the others from 0.5 to 3, float32."""
+    """Makes float32 priorities: a tenth are 0, the others from 0.5 to 3."""
     rng = np.random.default_rng(0)
     priorities = rng.uniform(0.5, 3, size).astype(np.float32)
     priorities[: size // 10] = 0
@@ -37,7 +37,7 @@ def spread(size):
 
 
 def assert_inner_nodes_are_sums(state, rtol=0.0):
-    """Level by level: each node is the sum of four of the level before; the rest is padding."""
+    """Fails unless each node is the sum of four of the level before; the rest is padding."""
     nodes = np.float64(state.tree[0])
     for level in state.tree[1:]:
         nodes = nodes.reshape(-1, 4).sum(axis=-1)
@@ -47,19 +47,19 @@ def assert_inner_nodes_are_sums(state, rtol=0.0):
 
 
 def weights_of(state, size):
-    """The weights of all positions; of a buffer with exponent 1 the priorities."""
+    """Returns the weights of all positions, which are the priorities if the exponent is 1."""
     return state.tree[0][:size].tolist()
 
 
 def assert_in_proportion(drawn, weights):
-    """Of equal shares one draw each is made: so an item has at most two too many or too few."""
+    """Fails unless counts are within 2 of their shares, as with one draw per equal share."""
     counts = np.bincount(drawn, minlength=len(weights))
     assert not counts[weights == 0].any()
     np.testing.assert_allclose(counts, len(drawn) * weights / weights.sum(), atol=2.1)
 
 
 def test_draws_are_in_proportion_to_priorities():
-    size = 5_002  # of which two levels are stored
+    size = 5_002  # a tree with two stored levels
     weights = np.float64(spread(size)) ** 0.6
     replay, state = filled(spread(size), 0.6)
 
@@ -82,7 +82,7 @@ def test_batches_of_one_draw_are_independent():
 
 
 def test_a_batch_has_one_draw_from_each_equal_share():
-    """Priorities add up to 32: of 32 draws an item of priority 3 gets three, in order."""
+    """Priorities add up to 32: of 32 samples, three are the item of priority 3, in order."""
     priorities = np.array([1] * 8 + [3] * 8)
     replay, state = filled(np.float32(priorities))
     draw = jax.vmap(lambda key: replay.sample(state, key, 32).experience)
@@ -95,7 +95,7 @@ def test_a_batch_has_one_draw_from_each_equal_share():
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_ten_million_items_are_drawn_alike():
-    """One float32 a draw would be too coarse."""
+    """One float32 per draw would be too coarse."""
     replay = buffers.prioritised_replay(10**7)
     state = replay.add_batch(replay.init(0), jnp.arange(10**7))
 
@@ -117,7 +117,7 @@ def test_ten_million_items_are_drawn_alike():
         ([1, 2, 3, 4], 0.25, 1, 0.75),
         ([1, 2, 3, 4], 0.45, 2, 0.5),
         ([1, 2, 3, 4], 0.9, 3, 0.75),
-        # A sum that was rounded may lead to the end of all, where no weight is.
+        # A rounded sum may lead to the end of all children, where no weight is.
         ([1, 2, 0, 0], 1.0, 1, 1.0),
         ([1, 0, 3, 0], 1.0, 2, 1.0),
         ([0, 0, 0, 3], 0.0, 3, 0.0),
@@ -135,7 +135,7 @@ def test_a_child_without_weight_is_never_chosen(weights, fraction, child, rest):
 @pytest.mark.usefixtures("optimised")
 def test_ten_thousand_updates_leave_no_error_behind():
     updates, batch = 10_000, 64
-    size = 5_003  # a prime: so that the positions of one batch differ
+    size = 5_003  # a prime, so that the positions of one batch differ
     replay, state = filled(np.ones(size, np.float32))
     rng = np.random.default_rng(3)
     first = rng.integers(size, size=(updates, 1), dtype=np.int32)
@@ -149,7 +149,7 @@ def test_ten_thousand_updates_leave_no_error_behind():
     state, _ = run(state, (positions, priorities))
 
     wanted = np.ones(size, np.float32)
-    wanted[positions.ravel()] = priorities.ravel()  # the last value stays
+    wanted[positions.ravel()] = priorities.ravel()  # the last value remains
     assert weights_of(state, size) == wanted.tolist()
     assert_inner_nodes_are_sums(state, 1e-5)
     assert state.max_priority == priorities.max()
@@ -191,7 +191,7 @@ def test_priorities_for_windows_that_are_gone_are_ignored():
     assert weights_of(state, 8) == [1, 0, 1, 0, 1, 0, 0, 0]
     old = np.array([0, 2, 4])
     state = replay.set_priorities(state, old, [2.0, 3.0, 4.0])
-    state = replay.add(state, 8)  # window 6, ..., 8 is complete, that at 0 has lost its first item
+    state = replay.add(state, 8)  # sequence 6, 7, 8 is complete, that at 0 has lost its first item
     assert weights_of(state, 8) == [0, 0, 3, 0, 4, 0, 4, 0]
     no_window = [1, 3, 5, 7, 8, 10, -1, 2**31 - 1]
     state = replay.set_priorities(state, no_window, np.full(8, 99.0))
@@ -212,7 +212,7 @@ def test_new_items_get_the_largest_priority_ever_set(priorities, of_new):
         state = jax.jit(replay.set_priorities)(state, np.arange(2), np.float32(given_two))
     set_before = weights_of(state, 2)
 
-    state = replay.set_priorities(state, [2], [99.0])  # which is not there yet
+    state = replay.set_priorities(state, [2], [99.0])  # this item does not exist yet
     state = replay.add_batch(state, jnp.arange(2), np.array([False, True]))
 
     assert weights_of(state, 6) == [*set_before, of_new, 0, 0, 0]
@@ -225,14 +225,14 @@ def test_the_tree_stores_levels_of_more_than_1024_nodes():
     assert [level.size for level in buffers.tree_init(4_096)] == [4_096]
 
 
-# A number stands for an item, of now, of before, or of no time.
+# A number stands for an item: a held one, a former one, or one that never existed.
 settings = st.tuples(st.integers(0, 999), st.sampled_from([0.0, 0.01, 0.5, 2.0, 7.0]))
 four_settings = st.lists(settings, min_size=4, max_size=4)
 operation = st.tuples(st.just("add"), batches(3, 10)) | st.tuples(st.just("set"), four_settings)
 
 
 def assert_draws_have_weights(weights, shape, state, key):
-    """Windows of a sample are whole, and their probabilities in proportion to the weights."""
+    """Fails unless sequences are complete, and their probabilities proportional to the weights."""
     sample = shape.prioritised().replay().sample(state, key, 64)
     windows = decode(sample.experience)
     starts = shape.starts(windows)
@@ -244,7 +244,7 @@ def assert_draws_have_weights(weights, shape, state, key):
 
 
 def assert_priorities_are(model, shape, state, total):
-    """Those of the model, and 0 for what is overwritten, comes later, or begins no window."""
+    """Fails unless priorities are the model's, and 0 for items that begin no held sequence."""
     ids = np.arange(total * shape.num_envs - 2 * shape.max_size, (total + 2) * shape.num_envs)
     indices = np.where(ids >= 0, shape.index_of(ids), -1).reshape(2, -1)  # of any shape
     found = shape.prioritised().replay().priorities(state, indices)
@@ -253,7 +253,7 @@ def assert_priorities_are(model, shape, state, total):
     np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=0)
 
 
-# With windows of 5 steps it is at times full with nothing to sample.
+# With sequences of 5 steps it is at times full with nothing to sample.
 @pytest.mark.parametrize(
     "shape",
     [Windows(7), Windows(6, length=5, period=3), Windows(20, envs=3, length=3, period=2)],
@@ -262,7 +262,7 @@ def assert_priorities_are(model, shape, state, total):
 @given(operations=st.lists(operation, max_size=12), before_wrap=st.sampled_from([None, 12]))
 def test_the_tree_is_what_the_operations_leave(shape, operations, before_wrap):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "SMALL", 4)  # so that small trees have several levels, too
+        patch.setattr(buffers, "SMALL", 4)  # so that small trees also have several levels
         compare_with_a_dictionary(shape, operations, before_wrap)
 
 
@@ -270,7 +270,7 @@ def compare_with_a_dictionary(shape, operations, before_wrap):
     replay = shape.prioritised().replay()
     total = first = 0 if before_wrap is None else shape.modulus - before_wrap
     state = replay.init(encode(0))._replace(cursor=jnp.int32(first))
-    model = {}  # id of the first item -> priority, of all windows that can be drawn
+    model = {}  # id of the first item -> priority, for all sequences that can be sampled
     largest = 0.0
     for name, argument in operations:
         if name == "add":

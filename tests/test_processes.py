@@ -1,4 +1,4 @@
-"""Compiled training in two processes, which talk to each other as those of two machines do."""
+"""Compiled training in two processes, which communicate as on two machines."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from cleanreplay import UsageError, checkpoints, distributed
 
 
 def has_name():
-    """Whether this machine's name leads to it, by which processes on CPUs find each other."""
+    """Returns whether this machine's name resolves, by which processes on CPUs find each other."""
     try:
         return bool(socket.gethostbyname(socket.gethostname()))
     except OSError:
@@ -29,7 +29,7 @@ def has_name():
 together = pytest.mark.skipif(not has_name(), reason="this machine's name has no address")
 ENV = dict(env_id="phys2d/CartPole-v1", log_interval=500)
 FLAGS = dict(total_timesteps=1_000, num_envs=4)
-# Learning begins late: rounding differs, and learning makes much of that in time.
+# Learning begins late, because rounding differs, and learning amplifies the differences.
 DQN = dqn_jax.Args(**FLAGS, learning_starts=450, batch_size=32, start_e=0.5, end_e=0.5)
 R2D2 = r2d2_jax.Args(**FLAGS, learning_starts=490, train_frequency=100, hidden_size=8)
 PPO = dict(num_steps=25, sequence_length=5, num_minibatches=1, update_epochs=1, anneal_lr=False)
@@ -37,7 +37,7 @@ PPO = recurrent_ppo_jax.Args(**FLAGS | PPO, hidden_size=8)
 
 
 def free_address():
-    """An address at which processes can meet."""
+    """Finds a free address at which processes can meet."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return f"localhost:{free.getsockname()[1]}"
@@ -60,7 +60,7 @@ def start_two(script, folder, *flags):
     ],
 )
 def test_two_processes_continue_a_run_as_one(script, args, num_seeds, rtol, atol, tmp_path):
-    """Bit for bit, or up to rounding."""
+    """The results are equal bit for bit, or up to rounding."""
     run = script.Run(**ENV, num_seeds=num_seeds, eval_episodes=2)
     begun = train_compiled(script, replace(args, total_timesteps=500), run, tmp_path)
     alone = shutil.copytree(begun.folder, tmp_path / "alone")
@@ -87,7 +87,7 @@ def test_two_processes_continue_a_run_as_one(script, args, num_seeds, rtol, atol
 @together
 @pytest.mark.slow
 def test_a_signal_to_the_second_process_ends_both(tmp_path):
-    """With a checkpoint. The flags that are kept do not say how many processes there were."""
+    """They write a checkpoint. The saved flags do not have the number of processes."""
     flags = "--env-id phys2d/CartPole-v1 --num-envs 4 --total-timesteps 200000 --num-seeds 2"
     processes = start_two(dqn_jax, tmp_path, *flags.split(), "--eval-episodes", "0")
     line = ""
@@ -130,7 +130,7 @@ def test_all_processes_get_what_the_first_one_returns(monkeypatch):
         ("--env-id phys2d/CartPole-v1 --num-envs 3", "num_devices"),
     ],
 )
-def test_two_processes_say_what_they_cannot_do(flags, word, run_main, monkeypatch, tmp_path):
+def test_what_two_processes_cannot_do_is_reported(flags, word, run_main, monkeypatch, tmp_path):
     monkeypatch.setattr("cleanreplay.distributed.join", lambda how: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "local_devices", lambda process: jax.devices()[process : process + 1])

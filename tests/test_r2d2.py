@@ -31,7 +31,7 @@ def parameters(seed):
 
 
 def plain_values(params, steps):
-    """Q(s, .) [W, B, 2] of steps [W, B], which begin with the stored state; the state after it."""
+    """Computes Q(s, .) [W, B, 2] of steps [W, B] from the stored state, and the state after."""
     layers = jax.tree.map(np.float64, params["params"])
     cell, hidden = (np.float64(x[0]) for x in steps.memory[:2])
     last_action = np.eye(3)[steps.memory[2]][..., 1:]  # one-hot, zeros if there was none
@@ -50,7 +50,7 @@ def plain_values(params, steps):
 
 
 def plain_errors(args, q, next_q, steps):
-    """The TD errors of the steps [W] that are learned from, one at a time; 0 where one resets."""
+    """Computes TD errors of the steps [W] to learn from, one at a time; 0 for autoreset steps."""
     h, inverse = (rescale, unscale) if args.rescale_values else (float, float)
     errors = np.zeros(args.train_length)
     for number in range(args.train_length):
@@ -72,7 +72,7 @@ def plain_errors(args, q, next_q, steps):
 
 
 def random_windows(agent, count, seed=0):
-    """Windows [W, count] of random steps, in which episodes end in both ways."""
+    """Makes sequences [W, count] of random steps, in which episodes end in both ways."""
     rng = np.random.default_rng(seed)
     shape = (agent.replay.window, count)
     rollout, _ = random_rollout(rng, shape[0], np.zeros(count, bool), features=3)
@@ -108,7 +108,7 @@ def test_the_loss_is_that_of_a_plain_loop(flags):
 
 
 def test_the_burn_in_only_brings_the_recurrent_state_up_to_date():
-    """The gradient is that of the steps after it, which begin with a state that is given."""
+    """The gradient is that of the steps after it, which begin with a given state."""
     agent = make()
     windows = random_windows(agent, count=4)
     carry, *inputs = agent.inputs(windows)
@@ -149,7 +149,7 @@ def test_priorities_mix_the_largest_and_the_mean_error():
 
 
 def test_a_gradient_step_weighs_sequences_and_sets_priorities():
-    """With a loss whose gradient is the weights, and TD errors of 1."""
+    """The gradient of the loss is the weights here, and TD errors are 1."""
     agent = make(importance_exponent=0.5, priority_max_fraction=0.0)
     agent.optimizer = optax.sgd(0.1)
     agent.loss = lambda params, target_params, window, weights: (
@@ -187,7 +187,7 @@ def test_rewards_are_learned_from_by_their_sign():
 
 
 def test_an_action_is_the_best_one_and_is_remembered():
-    """With the recurrent state, in which 0 is no action."""
+    """The recurrent state has it; 0 is no action."""
     agent = make()
     params = parameters(0)
     windows = random_windows(agent, count=40)
@@ -202,7 +202,7 @@ def test_an_action_is_the_best_one_and_is_remembered():
     assert_allclose(got, carry, rtol=1e-4, atol=1e-5)
 
 
-def test_forget_gates_begin_as_open_as_the_flag_says():
+def test_forget_gates_begin_with_the_bias_of_the_flag():
     params = jax.jit(make(forget_bias=3.0).init)(KEY).params["params"]
     gates = {name: layer.get("bias") for name, layer in params["lstm"].items()}
 
@@ -213,7 +213,7 @@ def test_forget_gates_begin_as_open_as_the_flag_says():
 
 @pytest.mark.slow
 def test_a_loaded_policy_remembers_for_five_steps():
-    """A policy that does not remember is right half of the time, and otherwise gets -1."""
+    """A policy that does not remember is right half of the time, and gets -1 otherwise."""
     env_id = "cleanreplay.memory_tasks:MemoryChain-v0"
     run = Run(env_id=env_id, env_kwargs='{"length": 5}')
     sizes = dict(burn_in=0, train_length=8, hidden_size=16)

@@ -1,6 +1,6 @@
 """recurrent_ppo_jax.py: its recurrent state in rollouts and sequences, against an LSTM in NumPy.
 
-See test_policy_gradients.py and test_ppo.py for what PPO has, too.
+See test_policy_gradients.py and test_ppo.py for what it shares with PPO.
 """
 
 import jax
@@ -32,7 +32,7 @@ KINDS = pytest.mark.parametrize("kind", ["box", "multi"])
 
 @KINDS
 def test_the_memory_is_zero_where_an_episode_begins(kind):
-    """And nowhere else: a step that only resets has that of its episode."""
+    """It is not zero elsewhere: an autoreset step has that of its episode."""
     rollout = collected(recurrent_ppo_jax, kind).rollouts[-1]
     begins = rollout.observation[..., 2] == 1
 
@@ -73,7 +73,7 @@ def test_actions_are_encoded_one_hot_or_within_bounds():
 
 @KINDS
 def test_sequences_give_what_the_rollout_gave(kind):
-    """From the stored memory: the ratio of the probabilities is 1, and the values are the same."""
+    """They begin with the stored memory: ratios of probabilities are 1, and values are equal."""
     agent, state, *_ = collected(recurrent_ppo_jax, kind)
     batch = learned(recurrent_ppo_jax, kind).batch
     in_loss = jax.tree.map(lambda x: x.swapaxes(0, 1), batch)
@@ -117,7 +117,7 @@ def test_the_memory_begins_anew_in_a_compiled_rollout():
         assert_array_equal(is_empty, begins)
 
 
-def test_forget_gates_begin_from_half_open_to_the_flag():
+def test_biases_of_forget_gates_begin_evenly_from_0_to_the_flag():
     agent = make(recurrent_ppo_jax, DISCRETE, max_forget_bias=3.0)
     layers = agent.init(KEY).params["params"]["lstm"]
 

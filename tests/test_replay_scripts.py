@@ -1,4 +1,4 @@
-"""What the scripts with a replay do alike: dqn_jax.py, per_dqn_jax.py, r2d2_jax.py, sac_jax.py."""
+"""What scripts with a replay share: dqn_jax.py, per_dqn_jax.py, r2d2_jax.py and sac_jax.py."""
 
 from collections import namedtuple
 
@@ -50,7 +50,7 @@ def test_epsilon_falls_in_a_straight_line(name):
     assert charts == pytest.approx({step: float(of_run(step)) for step in charts})
 
 
-# The smallest learning_starts: a batch, or as many steps as hold a window.
+# The smallest learning_starts: a batch, or enough steps for a sequence.
 @pytest.mark.parametrize(("name", "least"), [("dqn", 8), ("sac", 8), ("r2d2", 16)])
 def test_learning_starts_out_of_range_is_refused(name, least):
     for accepted in (least, 63):
@@ -72,7 +72,7 @@ def test_other_actions_are_refused_with_a_script_for_them(name):
     [
         ("dqn", dict(buffer_size=10, num_envs=3), 4),
         ("per_dqn", dict(buffer_size=9, num_envs=3), 3),
-        ("sac", dict(buffer_size=10, num_envs=8, n_step=3), 4),  # a window has 4 steps
+        ("sac", dict(buffer_size=10, num_envs=8, n_step=3), 4),  # a sequence has 4 steps
         ("r2d2", dict(buffer_size=13), 8),  # 5 steps, which begin at every second one
         ("r2d2", dict(buffer_size=17), 10),
     ],
@@ -85,8 +85,8 @@ def test_a_replay_holds_what_is_asked_for_and_a_window(name, sizes, rows):
 
 
 def gradient_steps_of(agent):
-    """The numbers that gradient steps of a whole training are given, the last key, and metrics."""
-    State = namedtuple("State", "replay, key, counts")  # how often they were given each number
+    """Trains. Returns the step numbers that gradient steps get, the last key, and metrics."""
+    State = namedtuple("State", "replay, key, counts")  # counts: how often they got each number
     size = agent.steps_per_iteration
     steps = np.arange(0, agent.args.total_timesteps, size)
     takes_two = protocol.takes(agent.gradient_step, "next_step")
@@ -142,7 +142,7 @@ def test_gradient_steps_keep_their_ratio_to_steps(name, num_envs, frequency, tot
 
 @pytest.mark.parametrize("name", WITH_REPLAY)
 def test_metrics_are_infinite_before_learning_starts(name):
-    """The charts leave that out."""
+    """So the charts leave them out."""
     *_, metrics = iterations(name)[8]
     infinite = {tag for tag, x in metrics.items() if np.isposinf(x)}
 
@@ -151,7 +151,7 @@ def test_metrics_are_infinite_before_learning_starts(name):
 
 @pytest.mark.parametrize("name", [name for name in WITH_REPLAY if name != "iql"])
 def test_the_target_moves_at_the_multiples_of_its_period(name):
-    """At steps 20, 40 and 60, or gradient steps 3 and 6; an iteration has 8 steps and one."""
+    """It moves at steps 20, 40, 60, or gradient steps 3 and 6: one per iteration of 8 steps."""
     online, target = ("critics", "target_critics") if name == "sac" else ("params", "target_params")
     tau = 1.0 if name == "r2d2" else 0.25
     moved = []

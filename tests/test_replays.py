@@ -1,4 +1,4 @@
-"""What wraps a replay: its methods, and what it changes."""
+"""Wrappers of replays: their methods, and what they change."""
 
 from types import SimpleNamespace
 
@@ -20,9 +20,9 @@ PRIORITISED = buffers.prioritised_replay(2 * ROWS, **SETTINGS)
 
 
 def steps(first=0, count=ROWS, stack=None):
-    """Steps [count, 2] of two environments. Observations [.., 1] are numbered, from `first` on.
+    """Makes steps [count, 2] of two environments. Observations [.., 1] are numbers from `first` on.
 
-    With a stack of K they are [.., K, 1]: the last K numbers, and zeros before `first`.
+    With a stack of K they are [.., K, 1]: the latest K numbers, and zeros before `first`.
     """
     numbers = first + np.arange(2 * count, dtype=np.float32).reshape(count, 2, 1)
     if stack:
@@ -38,13 +38,13 @@ def take(steps, *index):
 
 
 def filled(replay, stack=None, first=0):
-    """The state of a replay with all the steps."""
+    """Makes the state of a replay with all the steps."""
     rows = steps(first, stack=stack)
     return replay.add_batch(replay.init(take(rows, 0, 0)), rows)
 
 
 def relabelled(replay, state, sample, key):
-    """Hindsight that gives each first sequence of a batch the reward 5."""
+    """Relabels the first sequence of each batch with the reward 5."""
     reward = sample.experience.reward.at[0].set(5)
     return sample._replace(experience=sample.experience._replace(reward=reward))
 
@@ -56,13 +56,13 @@ MIXED = replays.Mixed(PRIORITISED, 0.5, lambda replay: replay)
 
 @pytest.fixture(scope="module")
 def mixed():
-    """A state half of whose batches are of data from 1,000 on."""
+    """Makes a state with data from 1,000 on, which are half of each batch."""
     data = filled(MIXED.of_data(ROWS, 2), first=1_000)
     return MIXED.add_batch(MIXED.init(take(steps(), 0, 0))._replace(data=data), steps()), data
 
 
 def test_other_methods_are_those_of_the_replay(mixed):
-    """They are given its state, and the data stay as they are."""
+    """They get its state, and the data remain unchanged."""
     state, data = mixed
     state = MIXED.add_batch(state, steps(first=500, count=3))
     wanted = PRIORITISED.add_batch(filled(PRIORITISED), steps(first=500, count=3))
@@ -108,7 +108,7 @@ def test_a_replay_of_longer_sequences_holds_one(size, period, expected):
 
 @pytest.fixture
 def options(monkeypatch):
-    """Makes the options of an agent with these flags; goals are those above."""
+    """Returns a function that makes an agent's options from flags, with the goals above."""
     closed = []
     given = SimpleNamespace(relabel=relabelled, close=lambda: closed.append("goals"))
     monkeypatch.setattr(replays.goals, "find_goals", lambda *args: given)

@@ -1,4 +1,4 @@
-"""--resume: a run goes on from its newest checkpoint as if nothing had ended it."""
+"""--resume: a run continues from its newest checkpoint as if it had never ended."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ CHAINED |= dict(total_timesteps=320, log_interval=80, checkpoint_interval=160, b
 
 
 def killed(saved):
-    """A copy of a run, as if it had been killed after its first checkpoint."""
+    """Copies a run as if it had been killed after its first checkpoint."""
     copy = saved.copied()
     *_, last = steps_in(copy.folder)
     shutil.rmtree(copy.folder / "checkpoints" / str(last))
@@ -38,7 +38,7 @@ def killed(saved):
 
 
 @pytest.mark.parametrize(("script", "flags"), [(dqn_jax, {}), (ppo_jax, {}), (dqn_jax, CHAINED)])
-def test_a_run_goes_on_bit_for_bit(script, flags):
+def test_a_resumed_run_continues_bit_for_bit(script, flags):
     whole = saved_run(script, **flags)
     resumed = killed(whole).train()
 
@@ -61,7 +61,7 @@ def test_later_points_are_dropped_and_more_steps_made():
     assert logged_steps(resumed.folder, "eval/episodic_return") == [300]
     charts, _ = read_events(resumed.folder)
     epsilon = [value for step, value in charts["charts/epsilon"] if step > 100]
-    # That of the iteration that ends there, which began 10 steps before.
+    # Epsilon is that of the iteration that ends there, which began 10 steps before.
     expected = np.interp(np.arange(110, 300, 20), [0, 150], [1.0, 0.05])
     np.testing.assert_allclose(epsilon, expected, rtol=1e-6)
     # A gradient step in each iteration of 10 steps that starts at 50 or later.
@@ -84,7 +84,7 @@ def test_a_complete_run_is_evaluated_once_more(capsys):
 
 
 def test_a_complete_run_may_have_more_steps_than_its_flag():
-    """60 steps are four iterations of 16, so that 64 were made."""
+    """With --total-timesteps 60 it takes four iterations of 16, which are 64 steps."""
     again = saved_run(ppo_jax).copied().train()
 
     assert steps_in(again.folder) == [32, 64]
@@ -92,7 +92,7 @@ def test_a_complete_run_may_have_more_steps_than_its_flag():
 
 
 def test_a_resume_takes_the_flags_of_the_run(run_main):
-    """How often a run is evaluated, saved and logged may change for the time being."""
+    """A resume may temporarily change how often the run is evaluated, saved and logged."""
     saved = saved_run(dqn_jax, **COUNTED).copied()
     started = json.loads((saved.folder / "args.json").read_text())
     more = "--total-timesteps 220 --eval-episodes 2 --checkpoint-interval 10 --log-interval 10"
@@ -122,7 +122,7 @@ def train_locked(saved):
         saved.train()
 
 
-# What a user does with a run of 200 steps, and words of the error.
+# A user's mistake with a run of 200 steps, and words of the error.
 MISTAKES = [
     (lambda saved: saved.train(gamma=0.9), "gamma must stay 0.5, not become 0.9"),
     (lambda saved: check(saved, buffer_size=300), "buffer_size must stay 400, not"),

@@ -1,4 +1,4 @@
-"""cleanreplay/run_folder.py: how a run ends, and what a signal, an error or a kill leaves."""
+"""cleanreplay/run_folder.py: ends of runs by signals, errors and kills, and what they leave."""
 
 import errno
 import math
@@ -38,13 +38,13 @@ from cleanreplay.experiment import Experiment
 from cleanreplay.run_folder import RunFolder, locked
 
 ARGS = dqn_jax.Args(**SMALL_DQN)
-# Flags of processes, whose runs take a second or two.
+# Flags for programs whose runs take a second or two.
 SMALL = "--learning-starts 50 --batch-size 8 --buffer-size 100 --log-interval 20".split()  # noqa: SIM905
 OFTEN = "--checkpoint-interval 10 --eval-interval 20 --eval-episodes 1".split()  # noqa: SIM905
 
 
 def folder_of(**flags):
-    """A RunFolder of DQN with these flags, and the State that it begins with."""
+    """Makes a RunFolder of DQN with these flags, and the State that it begins with."""
     run = dqn_jax.Run(**COUNTER | flags)
     agent = make_agent(dqn_jax, ARGS, run)
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
@@ -52,13 +52,13 @@ def folder_of(**flags):
 
 
 def test_returns_that_do_not_exist_yet_come_back():
-    """They are null, which all readers of JSON know."""
+    """They are null in the file, which all readers of JSON know."""
     folder, state = folder_of()
     with folder:
         folder.begin(lambda: state, None)
         folder.save(16, state, state.params, [math.nan, 2.0])
     again, _ = folder_of(resume=str(folder.path))
-    again.agent.args = replace(ARGS, init_from="nowhere")  # what it began with is not read again
+    again.agent.args = replace(ARGS, init_from="nowhere")  # a resume does not read it again
     with again:
         again.begin(lambda: state, lambda state: state)
 
@@ -83,7 +83,7 @@ def test_a_run_is_tracked_from_its_beginning_or_its_resume(monkeypatch):
     assert calls == [begun[0], (folder.path, 0), begun[1], (folder.path, 16)]
 
 
-def test_without_weights_and_biases_there_is_no_folder(monkeypatch):
+def test_without_wandb_a_tracked_run_leaves_no_folder(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     folder, state = folder_of(track=True)
     with pytest.raises(UsageError, match="track: pip install wandb"), folder:
@@ -112,14 +112,14 @@ def test_a_mistake_with_other_runs_leaves_no_folder(flag, word):
     assert not Path("runs").exists()
 
 
-def test_a_place_that_cannot_be_written_is_one_line():
+def test_a_folder_that_cannot_be_written_is_one_line():
     Path("runs").write_text("")
     with pytest.raises(UsageError, match=r"runs/.* cannot be written: Not a directory"):
         dqn_jax.train(ARGS, dqn_jax.Run(**COUNTER))
 
 
 def test_a_full_disk_is_what_the_system_reports():
-    """It may be another disk than that of the run, such as /dev/shm."""
+    """The full disk may not be that of the run, but /dev/shm, for example."""
     folder, _ = folder_of()
     with pytest.raises(UsageError, match=r"No space left on device: '/dev/shm/x'.*run"), folder:
         raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x")
@@ -146,14 +146,14 @@ def test_a_signal_ends_the_program_with_a_checkpoint(run_main, monkeypatch):
     code, out, _ = run_main(dqn_jax, "--env-id", COUNTER["env_id"], *SMALL)
 
     assert code == 130
-    assert "evaluation" not in out  # it is in a hurry
+    assert "evaluation" not in out  # a signal leaves no time for one
     assert out.splitlines()[-1].startswith(f"{only_run()}: mean return of the last episodes")
     assert steps_in(only_run()) == [50]
     assert logged_steps(only_run()) == [20, 40, 50]
 
 
 def test_a_signal_in_training_from_python_returns(monkeypatch):
-    """As an interrupt in a notebook. A second one would end the process."""
+    """An interrupt in a notebook does this. A second one would end the process."""
     handlers = [signal.getsignal(signal.SIGHUP)]
 
     def signal_once():
@@ -168,7 +168,7 @@ def test_a_signal_in_training_from_python_returns(monkeypatch):
     assert handlers == [signal.getsignal(signal.SIGHUP), signal.SIG_DFL]
 
 
-# DQN collects while a thread learns: the iteration that was learned meanwhile is not logged.
+# DQN collects while a thread learns: the iteration learned at that time is not logged.
 @pytest.mark.parametrize(
     ("script", "flags", "num_updates", "last_logged"),
     [(dqn_jax, SMALL_DQN, 3, 60), (ppo_jax, SMALL_PPO | dict(total_timesteps=200), 5, 80)],
@@ -199,7 +199,7 @@ gym.register("FailingReset-v0", FailingReset)
     ("env_id", "where"), [("FailingReset-v0", " at step 0 of "), ("phys2d/CartPole-v1", ", ")]
 )
 def test_a_run_that_cannot_begin_is_closed(env_id, where, monkeypatch):
-    """If the first reset fails, and if the record of a compiled run cannot be written."""
+    """Here the first reset fails, or the record of a compiled run cannot be written."""
     if env_id != "FailingReset-v0":
         monkeypatch.setattr(tracking, "write_origin", lambda *given: FailingReset().reset())
     handler = signal.getsignal(signal.SIGINT)
@@ -250,8 +250,8 @@ def resume_to(folder, total_timesteps):
 
 
 @pytest.mark.slow
-def test_a_run_killed_while_it_saves_goes_on(tmp_path):
-    """A checkpoint every 10 steps, an evaluation every 20: it is saving most of the time."""
+def test_a_run_killed_while_it_saves_can_be_resumed(tmp_path):
+    """With a checkpoint every 10 steps, an evaluation every 20, it saves most of the time."""
     flags = ["--total-timesteps", "100000", *OFTEN, *SMALL]
     newest = 0
     for seconds in (0.1, 0.4, 0.25):
@@ -265,7 +265,7 @@ def test_a_run_killed_while_it_saves_goes_on(tmp_path):
         folder = only_run(tmp_path)
         flags = ["--resume", str(folder)]
 
-        # A process that is killed at once may not have written the checkpoint that it began.
+        # A process that is killed immediately may not have finished its checkpoint.
         step, state, about = newest_checkpoint(folder, dqn_jax)
         assert step >= newest
         assert step % 10 == 0

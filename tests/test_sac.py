@@ -47,14 +47,14 @@ def plain_policy(actor, observation, noise):
 
 
 def plain_q(critics, observation, action):
-    """Q(s, a) [2, B]."""
+    """Computes Q(s, a) [2, B]."""
     x = np.concatenate([observation, action], axis=1)
     both = [jax.tree.map(lambda p, k=k: np.float64(p[k]), critics["params"]) for k in range(2)]
     return np.stack([dense(params["q"], hidden(params, "q", x))[:, 0] for params in both])
 
 
 def random_window():
-    """Sequences [64, 4, ...] of steps."""
+    """Makes sequences [64, 4, ...] of steps."""
     rng = np.random.default_rng(3)
     steps, _ = random_rollout(rng, 4, rng.random(64) < 0.2, features=3)
     action = rng.uniform(-1, 1, (4, 64, 2)).astype(np.float32)
@@ -62,9 +62,9 @@ def random_window():
 
 
 def with_windows(**flags):
-    """The agent, whose replay gives the windows that are put in the place of its state.
+    """Makes an agent whose replay returns its own state as the sample, and the agent's State.
 
-    And its State. Optimisers are gradient descent at rate 0.1.
+    Optimisers are gradient descent at rate 0.1.
     """
     agent = make("sac", gamma=0.9, hidden_sizes=(16, 16), n_step=3, **flags)
     agent.replay = SimpleNamespace(
@@ -87,7 +87,7 @@ def with_windows(**flags):
 
 @cache
 def example():
-    """The agent, its State, a batch, `gradient_step` and `update_policy`."""
+    """Makes an agent, its State, a batch, `gradient_step` and `update_policy`."""
     agent, state = with_windows()
     batch = jax.tree.map(np.asarray, agent.to_transitions(state.replay, KEY))
     return agent, state, batch, jax.jit(agent.gradient_step), jax.jit(agent.update_policy)
@@ -162,7 +162,7 @@ def test_actor_and_alpha_follow_the_gradients_of_their_losses():
 
 
 def test_the_steps_of_the_policy_follow_each_other():
-    """With the new critics, and keys of their own."""
+    """They use the new critics, and a new key each."""
     _, state, batch, gradient_step, update_policy = example()
     after, metrics = gradient_step(state, KEY, 2)
     policy = state.policy
@@ -188,7 +188,7 @@ def test_alpha_stays_if_it_is_not_tuned():
     ("frequency", "steps", "wanted"), [(2, 0, [0, 2, 2, 4, 4, 6]), (5, 3, [0, 0, 0, 0, 3, 3])]
 )
 def test_the_policy_is_updated_at_its_frequency(frequency, steps, wanted):
-    """By `policy_steps`, or by as many steps as the critics."""
+    """An update has `policy_steps`, or as many steps as the critics took."""
     agent, state = with_windows(policy_frequency=frequency, policy_steps=steps)
     agent.critic_loss = lambda critics, *inputs: (critics["params"]["q"]["bias"].sum(), {})
     agent.update_policy = lambda policy, *inputs: policy._replace(losses=policy.losses + 1)
@@ -202,7 +202,7 @@ def test_the_policy_is_updated_at_its_frequency(frequency, steps, wanted):
 
 
 def test_the_log_probability_is_that_of_scipy_far_out():
-    """And has a finite gradient."""
+    """Its gradient is finite."""
     agent = make("sac")
     agent.actor = SimpleNamespace(apply=lambda params, observation: params)
     mean, log_std = [np.tile(np.float32(x), (1000, 1)) for x in ([0.5, -1, 0], [-1, 0.3, 4])]
@@ -219,7 +219,7 @@ def test_the_log_probability_is_that_of_scipy_far_out():
 
 @pytest.mark.parametrize("init_from", ["", "a run"])
 def test_actions_are_uniform_until_learning_starts(init_from):
-    """Unless the agent has learned before."""
+    """They are not uniform if the agent has learned before."""
     agent = make("sac", learning_starts=400, total_timesteps=999, init_from=init_from)
     actor = random_params(jax.eval_shape(agent.init, KEY).policy.actor)
     observation = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
@@ -242,7 +242,7 @@ def test_targets_begin_as_the_critics_which_differ():
     assert (first != second).all()
 
 
-def test_alpha_begins_at_1_and_goes_on_if_it_is_tuned():
+def test_alpha_begins_at_1_and_is_continued_if_it_is_tuned():
     agent = learner("sac")
     state = agent.init(KEY)
 
@@ -290,7 +290,7 @@ def test_layers_of_the_critics_are_normalised():
 
 
 def test_units_of_the_critics_are_dropped_others_scaled():
-    """Each critic drops others, and with another key others again: their sum is binomial."""
+    """Each critic drops different units, as does each key: their sum is binomial."""
     width, fraction = 20_000, 0.25
     agent = make("sac", hidden_sizes=(width,), critic_dropout=fraction)
     layers = {
@@ -310,7 +310,7 @@ def test_units_of_the_critics_are_dropped_others_scaled():
 
 @pytest.mark.slow
 def test_a_pendulum_is_swung_up(optimised):
-    """A policy that does not swing it up has about -1200."""
+    """A policy that does not swing it up has a return of about -1200."""
     sizes = dict(hidden_sizes=(64, 64), batch_size=64, learning_starts=1_000, buffer_size=8_000)
     args = Args(total_timesteps=8_000, policy_lr=1e-3, **sizes)
     run = Run(env_id="phys2d/Pendulum-v0", eval_interval=10_000, checkpoint_interval=0)

@@ -1,4 +1,4 @@
-"""The scripts as texts that are read and as programs that are run."""
+"""The scripts as source text and as programs."""
 
 import ast
 import importlib.util
@@ -29,7 +29,7 @@ def text(name):
 
 
 def the_only(pattern):
-    """The text that a pattern finds once in each script, which is the same in all of them."""
+    """Returns the text that a pattern finds exactly once in each script. Fails if they differ."""
     found = [re.findall(pattern, text(name), re.DOTALL | re.MULTILINE) for name in SCRIPTS]
     ((one,),) = {tuple(x) for x in found}
     return one
@@ -63,7 +63,7 @@ def test_the_package_is_used_if_it_is_one(found, is_used, monkeypatch):
     assert (edited(dqn_jax).cleanreplay is not None) == is_used
 
 
-# What scripts with a memory have in the place of something else.
+# Code of recurrent scripts, and what the others have instead.
 OF_MEMORY = {
     "(*reset(envs, init_key, log.first_step), agent.no_memory(envs.num_envs))": (
         "reset(envs, init_key, log.first_step)"
@@ -73,7 +73,7 @@ OF_MEMORY = {
 
 
 def code_of(name, function):
-    """The code of a function, without its docstring, the name of the agent, and OF_MEMORY."""
+    """Returns the code of a function, without docstring, name of the agent, and OF_MEMORY."""
     module = SCRIPTS[name]
     source = inspect.getsource(attrgetter(function)(module))
     (node,) = ast.parse(textwrap.dedent(source)).body
@@ -116,7 +116,7 @@ OF_PPO += [f"Agent.{name}" for name in ("optimizer", "normalize_rewards", "on_re
     ],
 )
 def test_functions_of_two_scripts_differ_in_so_many_lines(name, other, functions, different):
-    """Those that are about the script. So each does what the tests of the other one say."""
+    """Only lines about the script differ. So the tests of one script hold for the other."""
     for function in functions.split():
         code, of_other = [code_of(script, function).splitlines() for script in (name, other)]
         assert len(set(code) ^ set(of_other)) == different, function
@@ -130,7 +130,7 @@ NEED_THE_PACKAGE |= dict(sweep=("gamma=0.9,1",), env_id="environments:ProbeImage
 
 
 @pytest.mark.parametrize("flag", NEED_THE_PACKAGE)
-def test_what_takes_the_package_is_refused_without_it(flag, monkeypatch):
+def test_flags_that_need_the_package_are_refused_without_it(flag, monkeypatch):
     monkeypatch.setattr(dqn_jax, "cleanreplay", None)
     given = {flag: NEED_THE_PACKAGE[flag]}
     of_run = hasattr(dqn_jax.Run(), flag)

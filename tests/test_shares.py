@@ -1,4 +1,4 @@
-"""One agent whose ordinary environments are stepped by several processes."""
+"""One agent whose environments are stepped from Python by several processes."""
 
 import signal
 import time
@@ -66,7 +66,7 @@ def test_environments_that_do_not_train_stay_whole(as_second):
 
 @pytest.fixture
 def exchange(monkeypatch):
-    """An exchange of a single process, which returns what it would learn from."""
+    """Makes an exchange of a single process, which returns what it would learn from."""
     monkeypatch.setattr(distributed, "gather", lambda x: x[None])
     envs = SimpleNamespace(num_envs=2, ended=[])
     log = SimpleNamespace(total=100)
@@ -74,7 +74,7 @@ def exchange(monkeypatch):
 
 
 def test_a_rollout_arrives_with_its_stacks(exchange):
-    """Of which only the newest frames travel."""
+    """Only the newest frames are sent."""
     args, run = flags_of(ppo_jax, **COUNTER | SMALL_PPO | dict(num_envs=2, frame_stack=3))
     envs = ppo_jax.make_envs(args, run, 2)
     agent = ppo_jax.PPO(args, envs.single_observation_space, envs.single_action_space)
@@ -105,7 +105,7 @@ def test_the_end_of_one_process_is_the_end_of_all(exchange, monkeypatch):
 
 def test_signals_and_successes_travel_with_a_rollout(exchange):
     exchange.signals.append(signal.SIGINT)
-    exchange.envs.ended += [1.0, 0.0, np.nan, 1.0]  # the last of an episode of the next rollout
+    exchange.envs.ended += [1.0, 0.0, np.nan, 1.0]  # the last one is of the next rollout
     step = dqn_jax.Step(np.zeros((2, 2, 3, 1)), *[np.zeros((2, 2), bool)] * 5)
     step.terminated[:] = [[True, True], [True, False]]
 
@@ -186,7 +186,7 @@ PROGRAM = "import sys, test_shares; test_shares.train_all(*sys.argv[1:])"
 
 
 def train_all(names, how=""):
-    """Trains with the scripts of these names; with `how` together with other processes.
+    """Trains with the scripts of these names, with `how` in several processes.
 
     A second run of DQN begins with the agent and the data of the first one, IQL has the data of
     SAC, and PPO is resumed.
@@ -211,7 +211,7 @@ def train_all(names, how=""):
 
 
 def start(folder, names, processes):
-    """Starts processes that train together, each in a folder of its own, or one that is alone."""
+    """Starts processes that train together, each in its own folder, or a single one."""
     address = free_address()
     joins = [[f"{address},{processes},{i}"] for i in range(processes)] if processes > 1 else [[]]
     started = []
@@ -222,7 +222,7 @@ def start(folder, names, processes):
 
 
 def numbers_of(folder, name):
-    """All numbers of the last checkpoint, and the charts, of the run with a name."""
+    """Reads all numbers of the last checkpoint, and the charts, of the run with a name."""
     (run,) = (folder / "0" / "runs").glob(f"*__{name}__*")
     stored = disk.open_file(checkpoints.newest(run))
     scalars, _ = read_events(run)
@@ -234,7 +234,7 @@ def numbers_of(folder, name):
 @together
 @pytest.mark.slow
 def test_processes_learn_bit_for_bit_what_one_does(tmp_path):
-    """With five environments: three processes what one does with DQN and PPO, two the others."""
+    """Five environments are split over three processes with DQN and PPO, over two otherwise."""
     three = "dqn_jax ppo_jax"
     two = " ".join(script.__name__ for script in RUNS if script.__name__ not in three.split())
     names = {1: f"{two} {three}", 2: two, 3: three}
@@ -268,7 +268,7 @@ def start_long(folder, env_id):
 
 
 def ended(processes, begin):
-    """The exit codes and the errors of processes that end soon."""
+    """Returns the exit codes and the errors of processes that end soon."""
     results = []
     for process in processes:
         _, err = process.communicate(timeout=60)
@@ -289,7 +289,7 @@ def ended(processes, begin):
     ],
 )
 def test_all_processes_end_soon_after_one(env_id, number, sent, codes, is_saved, tmp_path):
-    """With what was learned, unless the first one is killed, or the run is compiled."""
+    """They save the agent unless the first process is killed, or the run is compiled."""
     processes = start_long(tmp_path, env_id)
 
     begin = time.monotonic()
@@ -304,8 +304,8 @@ def test_all_processes_end_soon_after_one(env_id, number, sent, codes, is_saved,
 
 @together
 @pytest.mark.slow
-def test_an_environment_that_fails_in_one_process_ends_all(tmp_path):
-    """The others say which process it was."""
+def test_an_environment_that_fails_in_one_process_ends_all_processes(tmp_path):
+    """The others report which process it was."""
     processes = start_long(tmp_path, "environments:FailsInSecond-v0")
     (code, err), (failed_code, failed_err) = ended(processes, time.monotonic())
 
@@ -318,7 +318,7 @@ def test_an_environment_that_fails_in_one_process_ends_all(tmp_path):
 @together
 @pytest.mark.slow
 def test_a_process_that_stands_still_ends_the_others(tmp_path):
-    """By JAX's own end of a process, which tells of its heartbeat."""
+    """JAX ends them, and reports the missing heartbeat."""
     first, second = start_long(tmp_path, "CartPole-v1")
 
     begin = time.monotonic()

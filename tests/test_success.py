@@ -1,4 +1,4 @@
-"""The charts of successes, where the last info of an episode says `is_success`."""
+"""The charts of successes, if the last info of an episode has `is_success`."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from cleanreplay.jax_envs import info_of
 
 
 class Coin(environments.Given):
-    """Every `one_in`-th episode succeeds, which is its return; the steps before its end differ."""
+    """Makes every `one_in`-th episode succeed. Its return is the success; earlier infos differ."""
 
     def __init__(self, length, one_in):
         super().__init__(length=length)
@@ -48,22 +48,22 @@ def take_steps(envs, count):
 
 
 class Late(Coin):
-    """Says it in every second episode only."""
+    """Reports `is_success` only in every second episode."""
 
     def step(self, action):
         *result, info = super().step(action)
         return *result, info if self.episode % 2 == 0 else {}
 
 
-def test_the_last_step_of_each_episode_says_if_it_succeeded():
+def test_the_last_step_of_each_episode_shows_if_it_succeeded():
     envs = Successes(SyncVectorEnv([lambda: Coin(4, 3), lambda: Coin(6, 1), lambda: Late(7, 1)]))
-    take_steps(envs, 20)  # episodes of 5, 7 and 8 steps, with those that only reset
+    take_steps(envs, 20)  # episodes of 5, 7 and 8 steps, with their autoreset steps
 
     np.testing.assert_array_equal(envs.ended, [0, 1, np.nan, 0, 1, 1, 1, 0, 1])
     np.testing.assert_array_equal(envs.first, [0, 1, np.nan])
 
 
-def test_environments_that_do_not_say_it_have_no_successes():
+def test_environments_that_do_not_report_success_have_no_chart_of_it():
     envs = Successes(SyncVectorEnv([environments.Counter]))
     take_steps(envs, 20)
 
@@ -71,7 +71,7 @@ def test_environments_that_do_not_say_it_have_no_successes():
     np.testing.assert_array_equal(envs.first, [np.nan])
 
 
-def test_a_rate_is_of_the_episodes_that_said_it():
+def test_a_rate_is_of_the_episodes_that_reported_success():
     assert rate([1, 0, np.nan, 0]) == pytest.approx(1 / 3)
     assert np.isnan(rate([np.nan]))
     assert np.isnan(rate([]))
@@ -86,7 +86,7 @@ def test_a_success_that_is_no_number_is_left_out(given, number):
 
 
 def test_an_ordinary_run_has_charts_of_successes():
-    """An entry has those of the episodes whose returns it has."""
+    """An entry has the successes of the same episodes as the returns."""
     args = dqn_jax.Args(**SMALL_DQN | dict(train_frequency=40, gradient_steps=1))
     run = dqn_jax.Run(env_id=f"{__name__}:Coin-v0", log_interval=40, eval_episodes=3)
     scalars, _ = read_events(dqn_jax.train(args, run)[2])
@@ -99,9 +99,9 @@ def test_an_ordinary_run_has_charts_of_successes():
 
 
 class Says(environments.Chain):
-    """Two numbers for each step: the action, and 10; and what is no number.
+    """Reports two numbers for each step, the action and 10, and what is not a number.
 
-    An episode succeeds unless a time limit ends it, which is its return.
+    An episode succeeds unless a time limit ends it; its return is the success.
     """
 
     def transition_info(self, state, action, next_state, params=None):
@@ -125,7 +125,7 @@ def test_an_info_that_jax_cannot_trace_is_left_out():
 
 @pytest.fixture(scope="module")
 def compiled_run(tmp_path_factory):
-    """Charts and all steps of a compiled run with random actions, made without a NaN.
+    """Trains a compiled run with random actions, without any NaN. Returns charts and steps.
 
     A log entry has three steps of each environment. In the first one no episode ends.
     """
@@ -149,7 +149,7 @@ def test_a_compiled_run_has_charts_of_successes(compiled_run):
 
 
 def test_numbers_in_the_info_of_a_compiled_run_have_charts(compiled_run):
-    """Means over the steps of a log entry, without those that only reset."""
+    """They show means over the steps of a log entry, without autoreset steps."""
     scalars, steps = compiled_run
     action, valid = (x.reshape(20, 12) for x in (steps.action, steps.valid))
 

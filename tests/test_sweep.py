@@ -1,4 +1,4 @@
-"""Agents with other values of some flags in one compiled program: --sweep."""
+"""Agents with different values of some flags in one compiled program: --sweep."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from cleanreplay import UsageError, agent_file, checkpoints, compiled, disk, loa
 from cleanreplay.sweep import Sweep, in_words, make_settings
 
 CHAIN = "environments:Chain-v0"
-# All of an iteration is learned from, and the last log entry is after 3 gradient steps.
+# Each batch is a whole iteration, and the last log entry is after 3 gradient steps.
 ARGS = dqn_jax.Args(
     total_timesteps=320,
     num_envs=4,
@@ -35,7 +35,7 @@ ARGS = dqn_jax.Args(
 
 
 def test_settings_are_a_grid_whose_last_flag_changes_fastest():
-    """Flags that are joined have their values together. One may be None where it is not swept."""
+    """Joined flags take their values together. A swept flag may be None by default."""
     items = ("learning-rate:target-kl=1e-4:0.9,0.1:1", "gamma=0.5,1")
 
     assert make_settings(items, ppo_jax.Args(target_kl=None)) == [
@@ -46,7 +46,7 @@ def test_settings_are_a_grid_whose_last_flag_changes_fastest():
     ]
 
 
-# Items of --sweep, and a word that names what is wrong.
+# Items of --sweep, and a word of the error.
 MISTAKES = [
     (["batch_size=32,64"], "of type int"),
     (["hidden_sizes=0,1"], "of type tuple"),
@@ -63,7 +63,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("items", "word"), MISTAKES)
-def test_a_sweep_that_cannot_be_meant_is_refused(items, word):
+def test_an_invalid_sweep_is_refused(items, word):
     with pytest.raises(UsageError) as caught:
         make_settings(items, ARGS)
 
@@ -86,7 +86,7 @@ def test_a_seed_that_no_run_can_have_is_refused():
 
 @pytest.fixture
 def sweep():
-    """Three settings, each with the seeds 3 and 4."""
+    """Makes three settings, each with the seeds 3 and 4."""
     return Sweep(ARGS, dqn_jax.Run(seed=3, num_seeds=2, sweep=("gamma:tau=0.9:1,0.8:0.5,0:1",)))
 
 
@@ -111,13 +111,13 @@ def test_without_a_sweep_folders_and_lines_show_the_seeds():
     assert [sweep.label(i) for i in range(2)] == ["seed 3", "seed 4"]
 
 
-# Flags of type float that have one value in a program.
+# Flags of type float that have only one value in a program.
 REFUSED = {
     per_dqn_jax: {"exploration_fraction", "priority_exponent", "her_fraction", "offline_fraction"},
     ppo_jax: set(),
     sac_jax: {"critic_dropout", "alpha", "her_fraction", "offline_fraction"},
 }
-# One for each reason, and what names it.
+# One flag for each reason, and words of the error.
 EXAMPLES = [
     (per_dqn_jax, "her_fraction", "her_fraction changes nothing"),
     (per_dqn_jax, "exploration_fraction", "per_dqn_jax.py, line"),
@@ -127,14 +127,14 @@ EXAMPLES = [
 
 
 def run_of(script, **flags):
-    """A run in an environment whose actions the script takes."""
+    """Makes a run in an environment whose actions the script takes."""
     env_id = "phys2d/Pendulum-v0" if script is sac_jax else CHAIN
     return script.Run(env_id=env_id, **flags)
 
 
 @pytest.mark.parametrize("script", REFUSED, ids=lambda script: script.__name__)
 def test_every_other_flag_that_is_a_float_can_be_swept(script):
-    """All at once: the program is traced, and depends on each of them. Also with 64 bits."""
+    """With all at once the program is traced, and depends on each of them. Also with 64 bits."""
     floats = [x.name for x in fields(script.Args) if x.type in (float, float | None)]
     values = {name: np.float32(0.5) for name in floats if name not in REFUSED[script]}
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
@@ -162,15 +162,15 @@ SWEEP = dqn_jax.Run(
     eval_episodes=2,
     sweep=("learning_rate=3e38,0.01",),
 )
-# Of evaluations: those that are lost have the highest returns, the last one more than the third.
+# Returns of evaluations: diverged agents have the highest ones, the last agent more than the third.
 SCORES = np.float32([[98, 99], [98, 99], [0, 1], [8, 9]])
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """Two learning rates, of which one is too large, and the seeds 1 and 2.
+    """Trains with two learning rates, one of them too large, and the seeds 1 and 2.
 
-    `seen` is what the code of a user gets of evaluations, of which the second one is better.
+    `seen` is what a user's code gets at evaluations. The second evaluation is the better one.
     """
     seen = []
     scores = iter([0 * SCORES, SCORES])
@@ -189,7 +189,7 @@ def four(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The last of the four agents trained alone, its environments on two devices."""
+    """Trains the last of the four agents alone, with its environments on two devices."""
     run = replace(SWEEP, num_seeds=1, seed=2, sweep=(), eval_episodes=0)
     return train_compiled(dqn_jax, ARGS, run, tmp_path_factory.mktemp("alone"))
 
@@ -203,7 +203,7 @@ def params_of(state, i):
 
 
 def test_an_agent_of_a_sweep_is_the_one_trained_alone(four, alone):
-    """Up to rounding: a constant is not computed with as a number of an array is."""
+    """They are equal up to rounding: compilers treat constants and arrays differently."""
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     scalars, _ = read_events(alone.folder)
     own, _ = read_events(own_folder(four, 3))
@@ -216,12 +216,12 @@ def test_an_agent_of_a_sweep_is_the_one_trained_alone(four, alone):
 
 
 def starts_of_parts(x, axis):
-    """Where the part of each device begins on this axis of an array."""
+    """Returns where the part of each device begins on this axis of an array."""
     return sorted(part.index[axis].start or 0 for part in x.addressable_shards)
 
 
 def test_agents_or_environments_are_spread_over_devices(four, alone):
-    """What is not spread is on both devices; what each process reads is."""
+    """Everything else is on both devices, as is everything that each process reads."""
     for x in jax.tree.leaves(four.runner._replace(finished=None)):
         assert starts_of_parts(x, axis=0) == [0, 2]
     for x in jax.tree.leaves(alone.runner.envs):
@@ -266,7 +266,7 @@ def test_a_complete_sweep_that_is_resumed_is_evaluated_again(four, monkeypatch):
 
 
 def test_the_agents_that_are_left_are_saved_and_evaluated(four):
-    """The first one that is left is the newest agent of the run, and the best one is loaded."""
+    """The first one left is the newest agent of the run, and the best one is loaded."""
     about = disk.open_file(checkpoints.newest(four.folder)).about
     best = agent_file.open_agent(four.folder / agent_file.NAME)
     policy = load_policy(four.folder)
@@ -305,8 +305,8 @@ def test_devices_exchange_no_more_than_a_batch(alone):
     assert max(sizes) <= rollout < 400 * 5
 
 
-def test_agents_explore_in_an_evaluation_as_their_own_flags_say():
-    """Of two with the same parameters one takes the best actions, and one any."""
+def test_agents_explore_in_an_evaluation_by_their_own_flags():
+    """Of two agents with the same parameters, one takes the best actions, and one random ones."""
     run = dqn_jax.Run(env_id=CHAIN, eval_episodes=20, eval_explores=True, sweep=("end_e=0,1",))
     trainer = make_trainer(dqn_jax, ARGS, run)
     params = dqn_jax.DQN.policy_params(trainer.agent, trainer.init().agent)

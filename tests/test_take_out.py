@@ -40,7 +40,7 @@ def observations(size, count=50):
 
 @pytest.mark.parametrize(("script", "flags"), AGENTS)
 def test_an_agent_acts_in_numpy(script, flags, monkeypatch):
-    """Also one with a memory, at three steps and at the start of the next episode."""
+    """A recurrent one, too, for three steps and at the start of the next episode."""
     save_agent(script, **dict(env_id="CartPole-v1") | flags)
     write_module("my_numpy_policy", monkeypatch)
     policy = runpy.run_path("my_numpy_policy.py")["Policy"]("best.safetensors")

@@ -1,4 +1,4 @@
-"""cleanreplay/terminal.py: signals, and streams that nobody reads any more."""
+"""cleanreplay/terminal.py: signals, and output streams without a reader."""
 
 import io
 import os
@@ -21,7 +21,7 @@ def handlers():
 
 @pytest.fixture(autouse=True)
 def begin_with_no_signal_ignored():
-    """A job in the background ignores SIGINT, and one under nohup SIGHUP."""
+    """Restores signals, because background jobs ignore SIGINT, and jobs under nohup SIGHUP."""
     before = handlers()
     for number in ALL:
         signal.signal(number, signal.default_int_handler)
@@ -31,7 +31,7 @@ def begin_with_no_signal_ignored():
 
 
 def note(*numbers, has_processes=False):
-    """Raises signals where they are noted. Returns those that were, and what signals do then."""
+    """Raises signals while they are noted. Returns the noted ones, and the handlers then."""
     stop = []
     with terminal.noted_signals(stop, has_processes):
         for number in numbers:
@@ -106,7 +106,7 @@ def test_a_stream_is_given_up_when_its_reader_is_gone(monkeypatch):
         os.close(reader)
         for _ in range(3):
             print("not read", flush=True)
-        assert not sys.stdout.isatty()  # it is a stream as before
+        assert not sys.stdout.isatty()  # it is still usable as a stream
 
 
 def test_a_text_that_waits_for_a_dead_reader_is_given_up(monkeypatch):

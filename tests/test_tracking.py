@@ -45,8 +45,8 @@ def test_each_evaluation_is_recorded(script, env_id, flags, monkeypatch):
     for step, video in videos.items():
         with VideoFileClip(str(video)) as clip:
             assert clip.get_frame(0).shape == (400, 600, 3)
-            # In the ordinary run it is the episode that was evaluated: CartPole's return is its
-            # length, and the first frame is that of the reset; the reader may round down.
+            # In a run that is stepped from Python it is the evaluated episode: CartPole's return is
+            # its length, and the first frame is that of the reset; the reader may round down.
             difference = clip.n_frames - scores[step]
             assert difference in (0, 1) if script is dqn_jax else 5 < clip.n_frames <= 31
 
@@ -106,7 +106,7 @@ def test_a_damaged_run_json_is_moved_aside(text, tmp_path, capsys):
 
 
 def test_weights_and_biases_begins_or_resumes_a_run(monkeypatch):
-    """It takes the charts from the event files."""
+    """It reads the charts from the event files."""
     begun = []
     wandb = SimpleNamespace(Error=RuntimeError, init=lambda **given: begun.append(given))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -116,7 +116,7 @@ def test_weights_and_biases_begins_or_resumes_a_run(monkeypatch):
     assert begun == [name | dict(sync_tensorboard=True, resume="allow")]
 
 
-def test_an_error_of_weights_and_biases_is_one_of_usage(monkeypatch):
+def test_an_error_of_weights_and_biases_is_a_usage_error(monkeypatch):
     def fail(**_):
         raise RuntimeError("no login")
 
@@ -138,7 +138,7 @@ def test_videos_after_the_first_step_are_tracked(tmp_path, monkeypatch):
 
 
 def test_event_files_of_a_resume_come_last():
-    """Although the clock was set back: TensorBoard drops what comes before what it restarts."""
+    """The clock may have been set back: TensorBoard drops points after a restart."""
     later = int(time.time()) + 5_000
     names = [f"{later - 1:010}.a.1.2", f"{later:010}.b.3.4", "0000000007.c.5.6"]
     for name in names:

@@ -1,4 +1,4 @@
-"""Compiled training: how it counts, logs, divides its calls and shares devices."""
+"""Compiled training: counting, logging, division into calls, and sharing of devices."""
 
 from types import SimpleNamespace
 
@@ -16,10 +16,10 @@ from dqn_jax import Step
 
 
 def test_episodes_are_counted_across_rollouts():
-    """Number, returns and lengths of those that ended, and what the others have so far."""
+    """It has number, returns and lengths of finished episodes, and of the others so far."""
     runner = RunnerState(None, None, None, jnp.zeros((2, 2)), finished=jnp.zeros(3))
     count = jax.jit(compiled.count_episodes)
-    # In steps of two environments, of which the second one begins with a reset.
+    # Steps of two environments. The second one begins with an autoreset step.
     rewards = np.float32([[1, 0], [2, 5], [4, 7], [0, 9]])
     valid = np.array([[True, False], [True, True], [True, True], [False, True]])
     terminated = np.array([[False, False], [False, False], [True, False], [False, False]])
@@ -35,7 +35,7 @@ def test_episodes_are_counted_across_rollouts():
 
 
 def test_each_agent_averages_its_own_last_100_episodes():
-    """In whole log entries, the newest first: [episodes, their returns, their lengths]."""
+    """It takes whole log entries, newest first: [episodes, their returns, their lengths]."""
     newest = np.array([[99, 99.0, 0], [300, 600.0, 0]])
     before = np.array([[1, 101.0, 0], [100, 1_000.0, 0]])
     oldest = np.array([[50, 5e9, 0], [50, 5e9, 0]])
@@ -47,7 +47,7 @@ def test_each_agent_averages_its_own_last_100_episodes():
 
 
 def test_entries_are_logged_at_their_steps_and_times(monkeypatch):
-    """Three of two agents, of a call of 6 seconds. The last one of the first agent is shown."""
+    """A call of 6 seconds has three entries of two agents. The first agent's last one is shown."""
     monkeypatch.setattr(
         compiled, "time", SimpleNamespace(time=lambda: 100.0, monotonic=lambda: 100.0)
     )
@@ -98,7 +98,7 @@ def test_the_first_agent_whose_numbers_are_not_finite_is_named(what, text):
     assert str(caught.value) == f"{text}: seed 9, between steps 1,200 and 1,300"
 
 
-def test_of_a_sweep_the_other_agents_go_on_until_none_is_left(capsys):
+def test_in_a_sweep_the_other_agents_continue_until_none_is_left(capsys):
     run = dqn_jax.Run(sweep=("gamma=0.9,0.8,0.7",))
     sweep = Sweep(dqn_jax.Args(), run)
     finite = np.ones((3, 2, 3), bool)
@@ -146,7 +146,7 @@ def test_calls_cover_more_log_entries_until_they_are_long():
 
 
 def test_a_log_interval_is_whole_iterations():
-    """A call has no more of them than a replay that is saved holds."""
+    """A call has at most as many iterations as the replay holds if experience is saved."""
     args = dqn_jax.Args(save_experience=True, buffer_size=100)
     trainer = make_trainer(
         dqn_jax, args, dqn_jax.Run(env_id="environments:Chain-v0", log_interval=25)
@@ -157,7 +157,7 @@ def test_a_log_interval_is_whole_iterations():
 
 @pytest.mark.parametrize(("seed", "expected"), [(3, 3), (2**32 + 3, 3)])
 def test_an_evaluation_has_a_key_that_training_never_has(seed, expected):
-    """The steps that training folds in are less than 2**31."""
+    """The steps that training folds into its keys are below 2**31."""
     given = []
     run = dqn_jax.Run(seed=seed, eval_episodes=4, eval_max_steps=50, eval_explores=True)
     trainer = SimpleNamespace(run=run, envs=SimpleNamespace(evaluate=lambda *x: given.append(x)))

@@ -1,4 +1,4 @@
-"""What a user who edits a copy of a script may get wrong: it works, or an error says what to do."""
+"""What users may get wrong in a copy of a script: it works, or an error tells what to do."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ def train(script, **flags):
 
 
 def trace(script):
-    """Traces the compiled program of a script, which is not run."""
+    """Traces the compiled program of a script without running it."""
     run = script.Run(env_id="phys2d/CartPole-v1", log_interval=100)
     trainer = make_trainer(script, script.Args(**SMALL_DQN), run)
     return jax.eval_shape(trainer.first_entry, {})
@@ -48,14 +48,14 @@ def test_a_flag_of_any_type_is_kept_by_a_resume(run_main):
     assert kept.bounds == (-1.5, 2.0)
 
 
-FIELD = ("    valid: Any  # False if the step only resets", "    valid: Any\n    cost: Any")
+FIELD = ("    valid: Any  # False for an autoreset step", "    valid: Any\n    cost: Any")
 EXAMPLE = ("action=np.int32(0))\n", "np.int32(0), np.float32(0))\n")
 FILLED = ("truncations, valids = rollout", "truncations, valids, costs = rollout\n    costs[:] = 7")
 OWN = 'metrics["losses/own"] = %s\n        metrics["charts/epsilon"]'
 
 
 def test_a_field_of_step_and_a_metric_can_be_added():
-    """The metric is logged before the first gradient step, too."""
+    """The metric is also logged before the first gradient step."""
     metric = ('metrics["charts/epsilon"]', OWN % "step + rollout.cost.mean()")
     script = edited(dqn_jax, FIELD, EXAMPLE, FILLED, metric)
     state, _, folder = train(script)
@@ -73,7 +73,7 @@ def test_a_field_of_step_must_be_filled_in_compiled_runs():
 
 
 def test_a_renamed_field_of_step_is_an_error_before_a_run_begins(tmp_path):
-    script = edited(dqn_jax, ("    valid: Any  # False if", "    mask: Any  # False if"))
+    script = edited(dqn_jax, ("    valid: Any  # False for", "    mask: Any  # False for"))
     with pytest.raises(script.UsageError, match="Step must have valid"):
         train(script)
 
@@ -95,7 +95,7 @@ FOURTH = (
 
 
 def test_train_step_may_return_a_fourth_value():
-    """It is there where the environments fail and the state is saved, and in compiled runs."""
+    """It does so if environments fail and the state is saved, and in compiled runs."""
     script = edited(dqn_jax, *FOURTH)
     trace(script)
     with pytest.raises(RuntimeError, match="broken"):

@@ -1,4 +1,4 @@
-"""What a run says: a mistake in one line, where it stands, and how it ends."""
+"""Messages of a run: mistakes in one line, its progress, and its end."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_a_video_without_its_package_is_one_line(run_main, monkeypatch):
     assert not Path("runs").exists()
 
 
-# A flag, its limits in words, values at them, and values beyond them.
+# A flag, its limits in words, values at the limits, and values beyond them.
 LIMITS = [
     ("n_atoms", "from 2 to 2**31 - 1", (2, 2**31 - 1), (1, 2**31)),
     ("num_envs", "from 1 to 2**31 - 1", [1, 2**31 - 1], [0, 2**31]),
@@ -146,7 +146,7 @@ def test_flags_of_a_resumed_run_are_the_defaults(monkeypatch):
     command = "ppo_jax.py --resume run --total-timesteps 3e5 --num-envs 4"
     monkeypatch.setattr(sys, "argv", command.split())
     monkeypatch.setattr(ppo_jax, "train", lambda args, run, stop: found.extend([args, run]))
-    with pytest.raises(TypeError):  # where the results are unpacked
+    with pytest.raises(TypeError):  # when the results are unpacked
         ppo_jax.main()
 
     kept = given | {"target_kl": math.inf, "hidden_sizes": (8, 9)}
@@ -191,7 +191,7 @@ def test_a_run_that_diverges_leaves_its_last_good_checkpoint(run_main):
 
 
 def test_the_largest_counts_of_steps_begin_to_learn():
-    """A target network that never moves, and a run that a signal ends."""
+    """The target network never moves, and a signal ends the run."""
     many = dict.fromkeys(["total_timesteps", "target_network_frequency"], 2**31 - 1)
     small = SMALL_DQN | dict(learning_starts=8, train_frequency=1, gradient_steps=4)
     run = dqn_jax.Run(env_id="environments:Counter-v0", eval_episodes=0, checkpoint_interval=0)
@@ -201,7 +201,7 @@ def test_the_largest_counts_of_steps_begin_to_learn():
 
 
 def test_the_memory_is_that_of_the_machine_or_of_a_job(monkeypatch, tmp_path):
-    """In either version of Linux's control groups. A group without a limit has the word max."""
+    """Both versions of Linux's control groups are read. A group without a limit has `max`."""
     job = tmp_path / "slurm/job_1"
     (tmp_path / "memory").mkdir()
     job.mkdir(parents=True)
@@ -255,7 +255,7 @@ def test_a_process_of_environments_does_not_train(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError()])
-def test_processes_that_end_as_they_begin_are_told(error):
+def test_processes_that_end_at_their_start_are_reported(error):
     begun = SimpleNamespace(on_exit=ExitStack(), log=SimpleNamespace(writer=None))
     begun.run = dqn_jax.Run(vectorization="async")
 
@@ -275,7 +275,7 @@ def test_annotations_that_are_texts_are_read(run_main):
     assert "gamma must be" in one_line(run_main(copy, *of_chain, "5e2", "--sweep", "gamma=2"))
 
 
-def test_a_resume_accepts_the_same_sweep_in_other_words():
+def test_a_resume_accepts_the_same_sweep_written_differently():
     run = dqn_jax.Run(sweep=("learning_rate=1e-3,0.1",), resume="x")
     about = {"run": vars(replace(run, resume="")), "args": vars(dqn_jax.Args())}
     Path("x").mkdir()

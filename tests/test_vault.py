@@ -21,7 +21,7 @@ REPLAY = buffers.uniform_replay(20, num_envs=2, donate=False)  # of ten rows
 
 
 def rows(start, stop, envs=2):
-    """Rows of a run, each unlike all others."""
+    """Makes rows of a run, each different from all others."""
     count = np.arange(start * envs, stop * envs, dtype=np.int32).reshape(-1, envs)
     frame = (count[..., None, None] * 7 + np.arange(6).reshape(3, 2)) % 251
     return {"count": count, "frame": frame.astype(np.uint8)}
@@ -29,7 +29,7 @@ def rows(start, stop, envs=2):
 
 @cache
 def state_after(own, others=0):
-    """The state after so many rows of the run, and then rows that are unlike those of the run."""
+    """Makes the state after `own` rows of the run, and `others` that differ from the run's."""
     count = own + others
     if count == 0:
         return REPLAY.init(ITEM)
@@ -39,7 +39,7 @@ def state_after(own, others=0):
 
 
 def assert_holds(vault, start, stop):
-    """Fails unless these rows are those of the run."""
+    """Fails unless the vault holds these rows of the run."""
     got = vault.read(start, stop)
     for name, x in rows(start, stop).items():
         assert got[name].dtype == x.dtype
@@ -52,7 +52,7 @@ def contents(folder):
 
 @cache
 def written():
-    """The folder of a vault with 40 rows of the run."""
+    """Makes the folder of a vault with 40 rows of the run."""
     folder = Path(tempfile.mkdtemp(prefix="vault_", dir=".")).absolute()
     vault = Vault(folder, ITEM, num_envs=2)
     for count in (10, 20, 30, 40):
@@ -61,7 +61,7 @@ def written():
 
 
 def copy_of_written(tmp_path):
-    """A copy of that folder, to write to or to damage."""
+    """Copies that folder, to write to it or to damage it."""
     return shutil.copytree(written(), tmp_path / "experience")
 
 
@@ -73,7 +73,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("factory", "counts"),
     [
-        # Over the end of the ring, and all of it at once.
+        # Writes that cross the end of the ring, and one of the whole ring.
         (buffers.uniform_replay, (3, 7, 10, 0, 1, 9, 5, 10)),
         (buffers.prioritised_replay, (3, 10)),
     ],
@@ -106,7 +106,7 @@ def test_a_queue_is_written_with_what_was_popped_since(tmp_path):
     assert vault.write(state) == 6
     np.testing.assert_array_equal(vault.read(0, 12)["frame"], items["frame"])
 
-    state, _ = queue.pop(queue.add(state, ITEM), 8)  # of which one is not on disk
+    state, _ = queue.pop(queue.add(state, ITEM), 8)  # one of them is not on disk
     with pytest.raises(ValueError, match=r"^1 rows"):
         vault.write(state)
 
@@ -137,8 +137,8 @@ def test_a_resumed_run_overwrites_what_follows_its_checkpoint(folder):
     assert_holds(again, 0, 45)
 
 
-def test_another_run_is_appended_if_that_is_said(folder):
-    """It continues, and is resumed, after the rows of the first, with a ring of another size."""
+def test_another_run_is_appended_if_asked(folder):
+    """It continues, and is resumed, after the rows of the first, with a ring of different size."""
     larger = buffers.uniform_replay(28, num_envs=2, donate=False)
     vault = Vault(folder, ITEM, num_envs=2)
     checkpoint = larger.add_batch(larger.init(ITEM), rows(40, 43))
@@ -155,7 +155,7 @@ def test_another_run_is_appended_if_that_is_said(folder):
 
 
 def test_a_vault_may_begin_late(tmp_path):
-    """Row r of it is row r + 7 of the run."""
+    """Its row r is row r + 7 of the run."""
     vault = Vault(tmp_path, ITEM, num_envs=2)
     with pytest.raises(ValueError, match=r"^7 rows were .*begin_late"):
         vault.write(state_after(17))
@@ -178,7 +178,7 @@ def test_a_vault_may_begin_late(tmp_path):
 
 def test_the_count_of_rows_is_followed_past_its_modulus(tmp_path):
     vault = Vault(tmp_path, ITEM, num_envs=2)
-    # A run of many rows, of which the vault and the replay have the last 10.
+    # The vault and the replay have the last 10 rows of a long run.
     begin = 2**30 // 20 * 10 - 7
     for name, x in rows(0, 10).items():
         vault.arrays[name][begin - 10 : begin].write(x).result()
@@ -202,7 +202,7 @@ def test_the_count_of_rows_is_followed_past_its_modulus(tmp_path):
 
 
 def reward_and_flag(reward):
-    """Steps with these rewards [rows, environments], all of whose flags are set."""
+    """Makes steps with these rewards [rows, environments] and with all flags set."""
     return {"reward": reward, "is_step": np.ones(reward.shape, bool)}
 
 
@@ -274,8 +274,8 @@ def test_any_leaves_come_back_by_structure_or_name(tmp_path, num_envs):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_it_is_about_is_kept(tmp_path, is_there):
-    """Also by one that was made without it, when it is written the next time."""
+def test_what_a_vault_is_about_is_kept(tmp_path, is_there):
+    """Also a vault that was made without it has it after the next write."""
     about = {"env_id": "Probe-v0", "env_kwargs": {"sizes": (1, 2)}, "seed": 3}
     as_read = {"env_id": "Probe-v0", "env_kwargs": {"sizes": [1, 2]}, "seed": 3}
     if is_there:
@@ -307,7 +307,7 @@ def test_a_state_may_have_an_axis_of_one_in_front(folder):
 
 
 def updated():
-    """The state with other items than those that were added."""
+    """Makes a state whose items differ from the added ones."""
     return REPLAY.update(state_after(40), lambda item: item | {"count": item["count"] + 1})
 
 
@@ -316,9 +316,9 @@ def clustered():
     return buffers.clustered_replay(3, inner, lambda step: step["count"][0] % 3).init(ITEM)
 
 
-TWO = partial(jax.tree.map, lambda x: jnp.stack([x, x]))  # states
+TWO = partial(jax.tree.map, lambda x: jnp.stack([x, x]))  # stacks two states
 OF_THREE = buffers.uniform_replay(30, num_envs=3).init(ITEM)
-# What is done to a vault with 40 rows, and its path.
+# Mistakes with a vault of 40 rows and its path: the call, the error, words of it.
 MISTAKES = {
     "overwritten": (lambda v, _: v.write(state_after(53)), ValueError, "^3 rows .* than 10"),
     "no rows": (lambda v, _: v.write(state_after(0)), ValueError, "new run"),

@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 
 def flipped(path, every):
-    """Writes a file with one bit flipped, for each so many-th of its bits; then as it was."""
+    """Writes a file with one bit flipped, for every `every`-th bit; then as it was."""
     whole = path.read_bytes() if path.is_file() else b""  # a folder has no bits
     for bit in range(0, 8 * len(whole), every):
         broken = bytearray(whole)
@@ -49,7 +49,7 @@ def missing(path):
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("0", partial(flipped, every=7)),  # the rows: a chunk of each array
+        ("0", partial(flipped, every=7)),  # a chunk of each array
         ("vault.json", partial(flipped, every=7)),
         ("0", missing),
     ],
@@ -79,11 +79,11 @@ def test_a_vault_recovers_from_a_kill_while_it_is_made(tmp_path):
     assert len(open_vault(tmp_path)) == 0
     (tmp_path / "vault.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"vault\.json"):
-        open_vault(tmp_path)  # there are arrays: nothing is counted anew
+        open_vault(tmp_path)  # the arrays exist: nothing is counted anew
 
 
-def test_what_killed_writers_left_is_removed(folder):
-    """Such a file was written into by the next write of its chunk, and was longer than that."""
+def test_files_that_killed_writers_left_are_removed(folder):
+    """Otherwise the next write of its chunk would write into such a file, which may be longer."""
     left_over = []
     for path in [path for path in folder.rglob("*") if path.name in ("0", "vault.json")]:
         left_over.append(path.with_name(f"{path.name}.__lock"))
@@ -96,7 +96,7 @@ def test_what_killed_writers_left_is_removed(folder):
     assert not any(path.exists() for path in left_over)
 
 
-def test_a_disk_that_is_full_leaves_what_was_there(folder):
+def test_a_full_disk_leaves_the_earlier_rows(folder):
     vault = open_vault(folder)
     replay = buffers.uniform_replay(160, num_envs=2)
     noise = np.random.default_rng(0).integers(256, size=(40, 2, 3, 2), dtype=np.uint8)
@@ -128,7 +128,7 @@ def test_an_error_of_zarr_says_that_the_disk_is_full(folder, monkeypatch, text, 
     assert len(open_vault(folder)) == 40
 
 
-def test_the_second_writer_is_told(folder):
+def test_a_second_writer_is_an_error(folder):
     first, second = open_vault(folder), open_vault(folder, create=False)
     first.write(state_after(40))
     with pytest.raises(BlockingIOError, match="is written by another process"):
@@ -141,7 +141,7 @@ def test_the_second_writer_is_told(folder):
 
 @contextlib.contextmanager
 def as_another_user():
-    """What is done inside, the root does as nobody; anyone else as himself."""
+    """Returns a context in which root acts as the user nobody; other users stay themselves."""
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
@@ -152,7 +152,7 @@ def as_another_user():
 
 @pytest.mark.parametrize("create", [False, True])
 def test_a_vault_that_may_only_be_read_is_read(create):
-    with tempfile.TemporaryDirectory() as folder:  # tmp_path is in one that no other user enters
+    with tempfile.TemporaryDirectory() as folder:  # no other user can enter the parent of tmp_path
         path = copy_of_written(Path(folder))
         (path / "+lock").unlink()
         before = sorted(path.rglob("*"))
@@ -188,7 +188,7 @@ def test_a_vault_killed_at_any_moment_has_every_row(tmp_path):
     with start_python(tmp_path, "-c", textwrap.dedent(WRITER), f"{tmp_path}/vault") as run:
         for _ in range(30):
             run.stdout.readline()
-        time.sleep(0.01)  # or it would always be between two writes
+        time.sleep(0.01)  # otherwise the kill would always be between two writes
         run.kill()
         known = max(map(int, run.stdout.read().split()), default=90)
     vault = open_vault(tmp_path / "vault")

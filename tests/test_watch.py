@@ -1,4 +1,4 @@
-"""cleanreplay/watch.py: it shows an agent in a file or a window, and prints what it reaches."""
+"""cleanreplay/watch.py: shows an agent in a file or a window, and prints its returns."""
 
 import shutil
 import sys
@@ -20,7 +20,7 @@ pygame = pytest.importorskip("pygame")
 
 
 class Drawn(environments.Counter):
-    """Each picture is brighter than the one before. The first episode after `reset` has 5 steps."""
+    """Draws each picture brighter than the last. The first episode after `reset` has 5 steps."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012
 
@@ -41,7 +41,7 @@ gym.register("Drawn-v0", Drawn)
 
 @pytest.fixture(autouse=True)
 def no_screen(monkeypatch):
-    """As on a cluster."""
+    """Removes the screen, as on a cluster."""
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
@@ -50,7 +50,7 @@ def no_screen(monkeypatch):
 
 
 def read_gif(file):
-    """The size of a GIF, the brightness of each picture, and how long one is seen, in ms."""
+    """Reads the size of a GIF, the brightness of each picture, and the time of one in ms."""
     with PIL.Image.open(file) as gif:
         pictures = []
         for i in range(gif.n_frames):
@@ -60,7 +60,7 @@ def read_gif(file):
 
 
 def play_by_hand(env_id, seed):
-    """The return of the agent that `load_policy` gives, in an episode of an environment."""
+    """Plays an episode with the agent of `load_policy`. Returns the return."""
     policy, env = load_policy("."), gym.make(env_id)
     observation, _ = env.reset(seed=seed)
     total, over = 0.0, False
@@ -71,7 +71,7 @@ def play_by_hand(env_id, seed):
 
 
 def test_a_gif_has_25_pictures_a_second_of_each_episode():
-    """An episode of 5 steps has 6 pictures at 50 a second, of which every second one is kept."""
+    """An episode of 5 steps has 6 pictures at 50 a second; every second one is kept."""
     save_agent(dqn_jax, "Drawn-v0")
     returns = watch.watch(Flags(".", episodes=2))
 
@@ -82,7 +82,7 @@ def test_a_gif_has_25_pictures_a_second_of_each_episode():
     assert duration == 40
 
 
-@pytest.mark.filterwarnings("ignore:Setting the shape")  # MoviePy 2.2.1 does, where it reads one
+@pytest.mark.filterwarnings("ignore:Setting the shape")  # MoviePy 2.2.1 does when it reads one
 def test_a_video_has_all_of_its_seconds():
     from moviepy import VideoFileClip
 
@@ -183,15 +183,15 @@ def test_a_mistake_is_one_line_of_the_program(run_main):
     assert "nowhere is not the folder of a run" in one_line(run_main(watch, "nowhere"))
 
 
-def test_without_moviepy_one_line_says_what_to_install(monkeypatch):
+def test_without_moviepy_one_line_names_what_to_install(monkeypatch):
     save_agent(dqn_jax)
     monkeypatch.setitem(sys.modules, "moviepy", None)
     with pytest.raises(UsageError, match=r"^output: pip install moviepy$"):
         watch.watch(Flags("."))
 
 
-def test_a_screen_that_is_not_there_is_an_error(monkeypatch):
-    """SDL then draws to nothing, without a word."""
+def test_a_missing_screen_is_an_error(monkeypatch):
+    """SDL then draws nothing, without an error."""
     save_agent(dqn_jax, "CartPole-v1")
     monkeypatch.setenv("DISPLAY", ":99")
     monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)

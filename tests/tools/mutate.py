@@ -1,12 +1,12 @@
-"""Changes one line of the sources at a time, and shows which test notices it.
+"""Changes one line of the sources at a time, and shows which test fails.
 
     python tests/tools/mutate.py                      # all of mutants.json
-    python tests/tools/mutate.py b14 s22 --slow       # some of them, slow tests, too
+    python tests/tools/mutate.py b14 s22 --slow       # some of them, also with slow tests
 
 A mutant is {id, file, old, new, by}: in a copy of the project the only line `old` of the file
-becomes `new`, without regard to indentation; where several are the same, `before` is the one above.
-The test `by` runs first, which is known to notice it; then the module's own test files, and those
-that name the module, up to the first failure.
+becomes `new`, without regard to indentation. If several lines are equal, `before` is the one above.
+The test `by`, which is known to fail, runs first; then the module's own test files, and those that
+name the module, up to the first failure.
 """
 
 import argparse
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def copy_project(folder: Path) -> None:
-    """Copies the files that git knows, or would add, into a folder."""
+    """Copies the files that git tracks, or would add, to a folder."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     for name in names.splitlines():
-        if (ROOT / name).exists():  # else it is deleted, and not yet in git
+        if (ROOT / name).exists():  # otherwise its deletion is not committed yet
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
 
@@ -63,7 +63,7 @@ def tests_of(root: Path, mutant: dict) -> list[str]:
 
 
 def run(root: Path, mutant: dict, layers: str, seconds: float) -> str:
-    """Runs the tests of a mutant that is written under `root`; returns what became of it."""
+    """Runs the tests of a mutant that is written under `root`. Returns the outcome."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     given = {"cwd": root, "capture_output": True, "text": True, "timeout": seconds}
     known = ["-m", "", mutant["by"]] if "by" in mutant else []
@@ -85,9 +85,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("ids", nargs="*", help="of mutants.json; all without")
-    parser.add_argument("--slow", action="store_true", help="slow tests, too")
-    parser.add_argument("--seconds", type=float, default=120, help="limit of each mutant")
+    parser.add_argument("ids", nargs="*", help="ids in mutants.json; by default all")
+    parser.add_argument("--slow", action="store_true", help="also run slow tests")
+    parser.add_argument("--seconds", type=float, default=120, help="time limit of each mutant")
     given = parser.parse_args()
     mutants = json.loads((Path(__file__).parent / "mutants.json").read_text())
     layers = "not pages and not benchmarks" + ("" if given.slow else " and not slow")
