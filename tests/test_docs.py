@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import numpy as np
 import pytest
 from helpers import OTHER_ALGORITHMS, ROOT, diff_of, other_algorithm
 
@@ -98,17 +99,82 @@ def names_of(settings):
     return sorted(name.replace("_", "-") for name in vars(settings))
 
 
-def page_of(name):
-    """Returns the page of a script. That of PER has only the differences from DQN."""
-    page = PAGES[f"docs/{name.removesuffix('_jax')}.md"]
-    return page + PAGES["docs/dqn.md"] if name == "per_dqn_jax" else page
+COMMON = PAGES["docs/runs.md"].split("## Flags of several scripts")[1].split("\n## ")[0]
+EVERY = PAGES["docs/runs.md"].replace(COMMON, "")
+LABELS = {"DQN": "dqn", "PER": "per_dqn", "R2D2": "r2d2", "SAC": "sac", "IQL": "iql", "PQN": "pqn"}
+LABELS |= {"PPO": "ppo", "recurrent PPO": "recurrent_ppo"}
+LABEL_OF = {f"{script}_jax": label for label, script in LABELS.items()}
+WORDS = {"on": True, "True": True, "off": False, "False": False, "none": "", "None": ""}
+
+
+def own_page(name):
+    return PAGES[f"docs/{name.removesuffix('_jax')}.md"]
+
+
+def value(text):
+    """A default as a table has it: a word, numbers, or anything else."""
+    if text in WORDS:
+        return WORDS[text]
+    try:
+        return tuple(map(float, text.split()))
+    except ValueError:
+        return text.strip("`")
+
+
+def default_for(name, cell):
+    """The default of a script in a cell like "1; SAC, IQL 2", in which IQL has 2 and DQN 1."""
+    default, *others = cell.split("; ")
+    labels = "|".join(LABELS)
+    for other in others:
+        which, text = re.fullmatch(rf"((?:{labels})(?:, (?:{labels}))*) (.+)", other).groups()
+        default = text if LABEL_OF[name] in which.split(", ") else default
+    return default
+
+
+def documented(text, name):
+    """The pairs (flag, default) of a script in tables; a third of four cells has the scripts."""
+    pairs = []
+    for row in re.findall(r"^\| (`--[a-z-]+`.*) \|$", text, re.MULTILINE):
+        cells = row.split(" | ")
+        names = re.fullmatch(r"`--([a-z-]+)`(?:, `--([a-z-]+)`)*", cells[0])
+        if not names:  # of a program, as with `--output FILE`
+            continue
+        if len(cells) == 4 and cells[2] != "all" and LABEL_OF[name] not in cells[2].split(", "):
+            continue
+        found = re.findall(r"--([a-z-]+)", cells[0])
+        defaults = default_for(name, cells[1]).split(", ")
+        pairs += zip(found, map(value, defaults), strict=True)
+    return pairs
+
+
+def defaults_of(settings):
+    """The same pairs, of the script itself."""
+
+    def plain(default):
+        if default is None or default == () or default != default:  # none, empty, or NaN
+            return ""
+        if isinstance(default, (bool, str)):
+            return default
+        return tuple(map(float, np.atleast_1d(default)))
+
+    return [(name.replace("_", "-"), plain(value)) for name, value in vars(settings).items()]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_tables_of_flags_are_those_of_the_scripts(name):
-    script = SCRIPTS[name]
-    assert sorted(flags(page_of(name))) == names_of(script.Args())
-    assert sorted(flags(PAGES["docs/runs.md"])) == names_of(script.Run())
+def test_a_flag_of_an_algorithm_is_in_one_table_with_its_default(name):
+    """On the page of the script or in the common table. The page of PER has what DQN's has not."""
+    tables = documented(own_page(name), name)
+    if name == "per_dqn_jax":
+        of_per = dict(tables)
+        tables += [pair for pair in documented(own_page("dqn_jax"), name) if pair[0] not in of_per]
+    tables += documented(COMMON, name)
+    assert sorted(tables, key=str) == sorted(defaults_of(SCRIPTS[name].Args()), key=str)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_flag_of_every_script_is_in_one_table_with_its_default(name):
+    defaults = {**dict(defaults_of(SCRIPTS[name].Run())), "exp-name": "name of the script"}
+    assert sorted(documented(EVERY, name), key=str) == sorted(defaults.items(), key=str)
 
 
 def metrics(text, quote):
@@ -121,10 +187,11 @@ def test_tables_of_metrics_are_those_of_the_scripts(name):
     logged |= {f"eval/{name}" for name in cleanreplay.experiment.STATISTICS}
     logged |= {"charts/success_rate", "eval/success_rate"}
     logged |= {"eval/normalized"} if hasattr(SCRIPTS[name].Args(), "expert_return") else set()
-    own = PAGES[f"docs/{name.removesuffix('_jax')}.md"] + PAGES["docs/runs.md"]
+    own = own_page(name) + PAGES["docs/runs.md"]
+    original = {"per_dqn_jax": "dqn_jax", "recurrent_ppo_jax": "ppo_jax"}.get(name, name)
 
     assert metrics(own, "`") <= logged
-    assert logged <= metrics(own + page_of(name), "`")
+    assert logged <= metrics(own + own_page(original), "`")
 
 
 @pytest.mark.parametrize("name", OTHER_ALGORITHMS)
