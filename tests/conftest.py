@@ -22,7 +22,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # own still run: the text of the compiled programs is the same to the letter.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 quick_flags = QUICK["XLA_FLAGS"]
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and quick_flags not in os.environ["XLA_FLAGS"]:
+if (
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    and quick_flags not in os.environ["XLA_FLAGS"]
+):
     os.environ["XLA_FLAGS"] += quick_flags
 # By default a GPU multiplies in TF32, with 10 bits of the mantissa.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
