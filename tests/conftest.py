@@ -21,12 +21,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # LLVM's optimisations take longer than they save here; see `optimised` for where they matter. XLA's
 # own still run: the text of the compiled programs is the same to the letter.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-quick_flags = QUICK["XLA_FLAGS"]
 if (
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
-    and quick_flags not in os.environ["XLA_FLAGS"]
+    and QUICK["XLA_FLAGS"] not in os.environ["XLA_FLAGS"]
 ):
-    os.environ["XLA_FLAGS"] += quick_flags
+    os.environ["XLA_FLAGS"] += QUICK["XLA_FLAGS"]
 # By default a GPU multiplies in TF32, with 10 bits of the mantissa.
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 

@@ -1,4 +1,4 @@
-"""Variables with which JAX compiles quickly; what it compiles is slower. JAX is not imported here."""
+"""Variables with which JAX compiles quickly; the programs are slower. Does not import JAX."""
 
 from importlib.metadata import version
 
