@@ -33,7 +33,7 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
     if args.offline_fraction == 1:
         check_alone(args)
     elif round(args.offline_fraction * args.batch_size) in (0, args.batch_size):
-        text = "must be 1, or give at least one item of a batch to the data and one to the replay"
+        text = "must be 1, or leave at least one of batch_size for the data and one for the replay"
         raise UsageError(f"offline_fraction {text}, not {args.offline_fraction}")
     if name.endswith(".npz"):
         data = of_npz(agent, item, name)

@@ -120,7 +120,7 @@ def test_signals_and_successes_travel_with_a_rollout(exchange):
     ("told", "error", "text"),
     [
         ([[5, 0, 0, 0], [5, 0, 1, 0]], LostProcessError, "process 1 failed"),
-        ([[5] + [0] * 3, [5] + [0] * 3, [6] + [0] * 3], UsageError, "process 2 has learned other"),
+        ([[5] + [0] * 3, [5] + [0] * 3, [6] + [0] * 3], UsageError, "process 2 differ"),
     ],
 )
 def test_all_end_if_one_fails_or_learns_something_else(told, error, text):

@@ -150,7 +150,7 @@ def test_another_run_is_appended_if_asked(folder):
     assert vault.write(larger.add_batch(checkpoint, rows(43, 56))) == 13
     assert_holds(vault, 0, 56)
 
-    with pytest.raises(ValueError, match="others than this state"):
+    with pytest.raises(ValueError, match="others in their place"):
         vault.write(state_after(10))
 
 
@@ -172,7 +172,7 @@ def test_a_vault_may_begin_late(tmp_path):
     np.testing.assert_array_equal(again.read(0, 23)["count"], rows(7, 30)["count"])
     with pytest.raises(ValueError, match=r"^2 rows were .* before more than 10 are added$"):
         again.write(state_after(42), begin_late=True)
-    with pytest.raises(ValueError, match="begins with later rows"):
+    with pytest.raises(ValueError, match="begins after these rows"):
         again.write(state_after(5))
 
 
@@ -214,7 +214,7 @@ def test_flags_of_the_last_rows_may_change_at_a_resume(tmp_path, count):
     state = REPLAY.add_batch(REPLAY.init(item), reward_and_flag(reward[:count]))
     vault.write(state)
     other = REPLAY.add_batch(REPLAY.init(item), reward_and_flag(reward[:count] + 1))
-    with pytest.raises(ValueError, match=f"has {count} rows, but others"):
+    with pytest.raises(ValueError, match=f"has {count} rows, and this state has others"):
         vault.write(other)
 
     first_changed = count - min(count, 2)
