@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 import buffers
-from cleanreplay import distributed, protocol, shares
+from cleanreplay import distributed, offline, protocol, shares
 from cleanreplay.environments import Successes, rate
 from cleanreplay.errors import LostProcessError, NotFiniteError, UsageError
 from cleanreplay.protocol import Agent, Log
@@ -190,12 +190,12 @@ class Experiment(AbstractContextManager):
 def log_returns(log: Log, step: int, returns: np.ndarray, successes: np.ndarray) -> None:
     """Logs the returns of an evaluation, and its success rate if successes were reported.
 
-    With the flags `random_return` and `expert_return` it also logs eval/normalized: the mean return
-    on a scale where these are 0 and 100.
+    If the reference returns of the data are known it also logs eval/normalized: the mean return on
+    a scale where these are 0 and 100.
     """
     values = {f"eval/{name}": f(returns) for name, f in STATISTICS.items()}
     if hasattr(log.args, "expert_return"):
-        low, high = log.args.random_return, log.args.expert_return
+        low, high = offline.reference_returns(log.args)
         values["eval/normalized"] = 100 * (returns.mean() - low) / (high - low)
     log.write(step, values | {"eval/success_rate": rate(successes)})
 

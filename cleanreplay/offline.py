@@ -199,6 +199,20 @@ def about_minari(dataset: Any) -> dict:
     return {"spaces": {"action": action}} | ({"env_id": spec.id} if spec else {})
 
 
+def reference_returns(args: Any) -> tuple[float, float]:
+    """Returns the returns for which eval/normalized is 0 and 100, or NaN.
+
+    A flag precedes what a Minari dataset has (`minari.get_normalized_score`).
+    """
+    given = (args.random_return, args.expert_return)
+    if not args.offline_data.startswith(MINARI) or np.isfinite(given).all():
+        return given
+    metadata = open_minari(args.offline_data).storage.metadata
+    known = [metadata.get(name) for name in ("ref_min_score", "ref_max_score")]
+    low, high = np.where(np.isfinite(given), given, np.array(known, float))  # None becomes NaN
+    return float(low), float(high)
+
+
 def of_minari(agent: Any, item: Any, name: str, dataset: Any, entries: dict | None) -> Any:
     """Reads the state of a replay with all steps of a Minari dataset.
 

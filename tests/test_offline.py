@@ -18,6 +18,7 @@ from test_experience import EXPERIENCE
 
 import buffers
 import dqn_jax
+import iql_jax
 import per_dqn_jax
 import sac_jax
 from cleanreplay import UsageError, checkpoints, disk, flags, offline, replays, spaces
@@ -186,6 +187,22 @@ def test_a_dataset_of_minari_is_read_with_its_ends(monkeypatch, capsys):
     assert np.flatnonzero(steps.terminated).tolist() == [1]
     assert np.flatnonzero(steps.truncated).tolist() == [5]
     assert "minari:x has steps of env_id Other-v0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "metadata", "wanted"),
+    [
+        ({}, dict(ref_min_score=0.0, ref_max_score=9.0), (0, 9)),
+        (dict(random_return=-2.0), dict(ref_min_score=0.0, ref_max_score=9.0), (-2, 9)),
+        ({}, dict(ref_min_score=None), (np.nan, np.nan)),
+    ],
+)
+def test_returns_are_normalized_by_what_minari_knows(flags, metadata, wanted, monkeypatch):
+    dataset = SimpleNamespace(storage=SimpleNamespace(metadata=metadata))
+    monkeypatch.setattr(offline, "open_minari", lambda name: dataset)
+    args = iql_jax.Args(offline_data="minari:x", **flags)
+
+    np.testing.assert_array_equal(offline.reference_returns(args), wanted)
 
 
 def test_a_dict_is_flattened_in_the_order_of_its_space():
