@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 # Names that programs of users import from here, and the modules that have them.
-PUBLIC = {"read_flags": "flags", "play_episodes": "experiment", "Trainer": "compiled"}
+PUBLIC = {"read_flags": "flags", "play_episodes": "experiment", "make_trainer": "compiled"}
 
 
 def __getattr__(name: str) -> Any:

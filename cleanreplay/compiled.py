@@ -34,7 +34,7 @@ from cleanreplay import disk, distributed, replays
 from cleanreplay.devices import SplitNetwork, make_mesh, num_parts, split
 from cleanreplay.errors import NotFiniteError, UsageError
 from cleanreplay.experiment import check_metrics, log_returns, play_episodes
-from cleanreplay.jax_envs import JaxEnvs, JaxEnvState
+from cleanreplay.jax_envs import JaxEnvs, JaxEnvState, find_jax_env
 from cleanreplay.protocol import Log, saves_experience, takes
 from cleanreplay.run_folder import RunFolder, are_finite
 from cleanreplay.sweep import Sweep, replace_args
@@ -277,6 +277,14 @@ class Trainer:
         """Doubles the log entries of a call, unless the last one took half a second or more."""
         if not is_long:
             self.limit = max(1, min(2 * self.limit, self.max_entries))
+
+
+def make_trainer(script: Any, args: Any, run: Any) -> Trainer:
+    """Makes the compiled programs of a run: `script` is a module, such as ppo_jax."""
+    with closing(script.make_envs(args, run, 1)) as envs:
+        spaces = envs.single_observation_space, envs.single_action_space
+        jax_env = find_jax_env(envs, run)
+    return Trainer(partial(script.Agent, args, *spaces), jax_env, run)
 
 
 def recent_returns(entries: deque, before: Any) -> np.ndarray:

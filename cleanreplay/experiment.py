@@ -160,7 +160,11 @@ class Experiment(AbstractContextManager):
             return
         run, stop = self.run, self.signals
         returns = np.zeros(0)
-        play = partial(play_episodes, self.agent, run, params, stop=stop)
+
+        def play(envs: Any) -> np.ndarray:
+            protocol.before_evaluation(self.agent, envs, state)
+            return play_episodes(self.agent, run, params, envs, stop)
+
         if run.eval_episodes > 0 and not stop:
             with closing(Successes(self.make_envs(run.eval_episodes))) as envs:
                 returns = play(envs)

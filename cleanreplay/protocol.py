@@ -62,6 +62,12 @@ class Hooks(Agent, Protocol):
         Replays are already ().
         """
 
+    def before_evaluation(self, envs: Any, state: Any) -> None:
+        """Prepares environments for an evaluation of a State, or for a video.
+
+        Only those of runs that are stepped from Python.
+        """
+
 
 def on_resume(agent: Any, state: Any) -> Any:
     """Returns the State of a resumed run, with unfinished episodes truncated in its replays."""
@@ -88,6 +94,12 @@ def learned(agent: Any, state: Any) -> Any:
     """Returns the State with () for what --init-from does not take of it, such as replays."""
     state = replays.map_replays(lambda replay: (), state)
     return agent.learned(state) if hasattr(agent, "learned") else state
+
+
+def before_evaluation(agent: Any, envs: Any, state: Any) -> None:
+    """Prepares environments for an evaluation of a State, if the agent has something to prepare."""
+    if hasattr(agent, "before_evaluation"):
+        agent.before_evaluation(envs, state)
 
 
 def experience(state: Any) -> Any:

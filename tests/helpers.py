@@ -174,12 +174,7 @@ def find_jax_env(script, args, run):
         return jax_envs.find_jax_env(envs, run)
 
 
-def make_trainer(script, args, run):
-    """Makes the compiled programs of a run in an environment written in JAX."""
-    with closing(script.make_envs(args, run, 1)) as envs:
-        spaces = envs.single_observation_space, envs.single_action_space
-        jax_env = jax_envs.find_jax_env(envs, run)
-    return compiled.Trainer(partial(script.Agent, args, *spaces), jax_env, run)
+make_trainer = compiled.make_trainer
 
 
 def train_compiled(script, args, run, folder, stop=None):

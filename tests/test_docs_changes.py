@@ -18,7 +18,6 @@ from test_docs import PAGES
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
-from cleanreplay import checkpoints
 
 pytestmark = pytest.mark.pages
 
@@ -80,7 +79,7 @@ def run(tmp_path_factory):
         "change the exploration",
         "log a number",
         "log a number from the environment",
-        "log an image, or run other code of my own",
+        "log an image",
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("changed"))
@@ -171,15 +170,3 @@ def test_actions_are_those_that_a_mask_allows(script):
     greedy = act(params, observation, jax.random.key(0), 10**6)
     for action in (explored, greedy, agent.act(params, observation)):
         assert observation[np.arange(64), np.asarray(action)].all()
-
-
-@pytest.mark.parametrize("env_id", ["Crashes-v0", "phys2d/CartPole-v1"])
-def test_a_run_that_is_good_enough_ends(env_id):
-    """It ends with the iteration after the evaluation at step 240, is saved and evaluated."""
-    flags = dict(env_id=env_id, eval_episodes=1, eval_interval=240, total_timesteps=4_800)
-    flags |= dict(checkpoint_interval=240)
-    run = trained("stop when it is good enough", old=">= 475", new=">= 0", flags=flags)
-    first, last = [step for step, _ in run.scalars["eval/episodic_return"]]
-
-    assert first == 240
-    assert first < last == checkpoints.steps_in(run.folder)[-1] < 1_000
