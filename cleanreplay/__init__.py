@@ -74,9 +74,10 @@ def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.
     """Loads an agent, as a function from observations [N, ...] to actions [N, ...].
 
     The function does not explore. For a recurrent agent it is `policy(observations, is_first)`,
-    where `is_first` [N] marks the starts of episodes. `place` is the folder of a run, whose best
-    agent is loaded, or the file of an agent. `script` is the file that trained it, if it was moved.
-    UsageError if the agent or the script is missing, or does not fit.
+    where `is_first` [N] marks the starts of episodes. Observations that are no Box, such as a Dict,
+    are given as the environment gives them, N of them or one. `place` is the folder of a run, whose
+    best agent is loaded, or the file of an agent. `script` is the file that trained it, if it was
+    moved. UsageError if the agent or the script is missing, or does not fit.
     """
     from cleanreplay import policies
 

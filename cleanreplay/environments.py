@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from difflib import get_close_matches
 from functools import partial
@@ -19,9 +19,8 @@ from typing import Any
 import gymnasium as gym
 import jax
 import numpy as np
-from gymnasium.spaces import Box, Dict, flatdim, flatten
-from gymnasium.vector.utils import batch_space, iterate
-from gymnasium.wrappers.vector import FlattenObservation
+from gymnasium.spaces import Box, Dict, MultiBinary, Tuple, flatdim, flatten, flatten_space
+from gymnasium.vector.utils import batch_space
 from tqdm import tqdm
 
 from cleanreplay.errors import UsageError
@@ -143,29 +142,66 @@ def layout_of(space: gym.Space) -> tuple[Part, ...]:
     return tuple(layout)
 
 
-class Pack(gym.vector.VectorObservationWrapper):
-    """Packs observations that are a Dict with an image into bytes [N, P]."""
+def leaves_of(space: gym.Space, x: Any) -> list[tuple[gym.Space, Any]]:
+    """Lists the entries of an observation that are no Dict or Tuple, in order, with their spaces.
+
+    ValueError for a Dict or Tuple with other entries.
+    """
+    if isinstance(space, Dict):
+        if not isinstance(x, Mapping) or set(x) != set(space.spaces):
+            raise ValueError(f"observations must be a dict of {', '.join(space.spaces)}")
+        pairs = [(entry, x[name]) for name, entry in space.spaces.items()]
+    elif isinstance(space, Tuple):
+        if not isinstance(x, tuple) or len(x) != len(space):
+            raise ValueError(f"observations must be a tuple of {len(space)}")
+        pairs = list(zip(space.spaces, x, strict=True))
+    else:
+        return [(space, x)]
+    return [leaf for pair in pairs for leaf in leaves_of(*pair)]
+
+
+def flat(space: gym.Space, x: Any) -> np.ndarray:
+    """Flattens observations [N, ...] to [N, F], as `gymnasium.spaces.flatten` does one of them.
+
+    Those of a Box stay as they are.
+    """
+    if isinstance(space, Box):
+        return np.asarray(x)
+    parts = []
+    for entry, rows in leaves_of(space, x):
+        if isinstance(entry, Box | MultiBinary):
+            parts.append(np.reshape(rows, (len(rows), flatdim(entry))))
+        else:
+            vectors: list = [flatten(entry, row) for row in rows]
+            parts.append(np.stack(vectors))
+    return np.concatenate(parts, axis=1)
+
+
+def as_array(space: gym.Space, x: Any, layout: tuple[Part, ...]) -> np.ndarray:
+    """Makes an array [N, ...] of observations [N, ...]: bytes if there is a layout, or numbers."""
+    if not layout:
+        return flat(space, x)
+    entries: Any = space
+    return pack({part.name: flat(entries[part.name], x[part.name]) for part in layout}, layout)
+
+
+class AsArray(gym.vector.VectorObservationWrapper):
+    """Observations are vectors [N, F], or bytes [N, P] that hold those of a Dict with an image."""
 
     def __init__(self, envs: gym.vector.VectorEnv) -> None:
         super().__init__(envs)
-        self.layout = layout_of(envs.single_observation_space)
-        self.single_observation_space = Packed(self.layout)
-        self.observation_space = batch_space(self.single_observation_space, envs.num_envs)
+        space = envs.single_observation_space
+        self.layout = layout_of(space)
+        if not self.layout:
+            check_flat(space)
+        flat_space: Any = Packed(self.layout) if self.layout else flatten_space(space)
+        self.single_observation_space = flat_space
+        self.observation_space = batch_space(flat_space, envs.num_envs)
 
     def observations(self, observations: Any) -> np.ndarray:
-        """Packs the observations of N environments."""
-        parts = {part.name: self.entry(part.name, observations) for part in self.layout}
-        return pack(parts, self.layout)
-
-    def entry(self, name: str, observations: Any) -> np.ndarray:
-        """Returns an entry [N, ...] of the Dict, flattened unless it is a Box."""
-        one: Any = self.env.single_observation_space
-        all_of_them: Any = self.env.observation_space
-        if isinstance(one[name], Box):
-            return np.asarray(observations[name])
-        rows: Any = iterate(all_of_them[name], observations[name])
-        flat: list = [flatten(one[name], row) for row in rows]
-        return np.stack(flat)
+        """Makes an array of the observations of N environments."""
+        x = as_array(self.env.single_observation_space, observations, self.layout)
+        return x.astype(self.single_observation_space.dtype, copy=False)
 
 
 def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
@@ -173,17 +209,14 @@ def wrap(envs: gym.vector.VectorEnv, frame_stack: int) -> gym.vector.VectorEnv:
 
     A Dict with an image is packed, see cleanreplay/packed.py. Others are flattened.
     """
-    if layout_of(envs.single_observation_space):
-        envs = Pack(envs)
-    elif not isinstance(envs.single_observation_space, Box):
-        check_flat(envs.single_observation_space)
-        envs = FlattenObservation(envs)
+    if not isinstance(envs.single_observation_space, Box):
+        envs = AsArray(envs)
     return FrameStack(envs, frame_stack) if frame_stack > 1 else envs
 
 
 def before_wrap(envs: gym.vector.VectorEnv) -> Any:
     """Returns the environments that `wrap` was given."""
-    while isinstance(envs, FrameStack | FlattenObservation | Pack):
+    while isinstance(envs, FrameStack | AsArray):
         envs = envs.env
     return envs
 

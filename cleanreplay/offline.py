@@ -7,16 +7,18 @@ steps; `replays.Mixed` samples from it.
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import jax
 import numpy as np
+from gymnasium.spaces import Box
 from tqdm import tqdm
 
 import buffers
-from cleanreplay import spaces
+from cleanreplay import environments, spaces
 from cleanreplay.errors import UsageError
 from cleanreplay.flags import MINARI
 
@@ -40,7 +42,7 @@ def read(agent: Any, run: Any, env_spaces: dict, item: Any) -> Any:
     elif name.startswith(MINARI):
         dataset = open_minari(name)
         check_origin(name, about_minari(dataset), run, env_spaces)
-        data = of_minari(agent, item, name, dataset, env_spaces.get("entries"))
+        data = of_minari(agent, item, name, dataset, env_spaces.get("given"))
     else:
         vault = open_vault(name)
         check_origin(name, vault.about, run, env_spaces)
@@ -213,14 +215,14 @@ def reference_returns(args: Any) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def of_minari(agent: Any, item: Any, name: str, dataset: Any, entries: dict | None) -> Any:
+def of_minari(agent: Any, item: Any, name: str, dataset: Any, given: dict | None) -> Any:
     """Reads the state of a replay with all steps of a Minari dataset.
 
     An autoreset row follows each episode. A Dict of observations is flattened in the order of
-    `entries`, see `spaces.entries_of`, because the order in Minari differs.
+    `given`, see `spaces.of_envs`, because the order in Minari differs.
     """
     found = dataset.iterate_episodes()
-    episodes = [steps_of(agent, item, dataset, episode, entries) for episode in found]
+    episodes = [steps_of(agent, item, dataset, episode, given) for episode in found]
     rows = {leaf: np.concatenate([episode[leaf] for episode in episodes]) for leaf in episodes[0]}
     return as_replay(item, name, rows)
 
@@ -240,10 +242,10 @@ def as_dtype(x: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
 
 
 def steps_of(
-    agent: Any, item: Any, dataset: Any, episode: Any, entries: dict | None
+    agent: Any, item: Any, dataset: Any, episode: Any, given: dict | None
 ) -> dict[str, np.ndarray]:
     """Returns the rows [L + 1, ...] of an episode of L steps, as the agent stores them."""
-    observation = as_flat(dataset.observation_space, episode.observations, entries)
+    observation = as_flat(dataset.observation_space, episode.observations, given)
     length = len(episode.rewards)
     actions = np.asarray(episode.actions)
     lengths = (len(observation), len(actions), len(episode.terminations))
@@ -265,17 +267,15 @@ def steps_of(
     }
 
 
-def as_flat(space: gym.Space, x: Any, entries: dict | None) -> np.ndarray:
-    """Flattens observations to [L, F] as Gymnasium does, except those of a Box [L, ...]."""
-    if isinstance(space, gym.spaces.Box):
+def as_flat(there: gym.Space, x: Any, given: dict | None) -> np.ndarray:
+    """Flattens observations to [L, F] as a run does, except those of a Box [L, ...]."""
+    if isinstance(there, Box):
         return np.asarray(x)
-    if isinstance(space, gym.spaces.Dict):
-        if not entries or set(entries) != set(space.spaces):
-            raise UsageError(f"offline_data: the data have observations {space}, this run others")
-        parts = [as_flat(space[name], x[name], inner) for name, inner in entries.items()]
-        return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-    rows: list = [gym.spaces.flatten(space, row) for row in x]
-    return np.stack(rows)
+    here = spaces.from_json(given) if given else there
+    with suppress(ValueError):  # other entries
+        if not isinstance(here, Box):
+            return environments.flat(here, x)
+    raise UsageError(f"offline_data: the data have observations {there}, this run {here}")
 
 
 def as_stored_actions(agent: Any, like: Any, actions: np.ndarray) -> np.ndarray:

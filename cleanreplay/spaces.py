@@ -1,31 +1,27 @@
 """Writes the spaces of an agent as JSON, so that it loads without its environment.
 
-Spaces other than Box, Discrete and MultiDiscrete are None: `load_policy` then makes the
-environment.
+Other spaces, such as Text, are None.
 """
 
+from collections import OrderedDict
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Space, Tuple
 
 from cleanreplay import environments
 from cleanreplay.packed import Packed, Part
 
 
 def of_envs(envs: gym.vector.VectorEnv) -> dict:
-    """Returns the spaces of environments as JSON, and the entries of their observations."""
+    """Returns the spaces of environments as JSON.
+
+    `given` is that of the observations before they are made arrays.
+    """
     found = {"observation": envs.single_observation_space, "action": envs.single_action_space}
-    entries = entries_of(environments.before_wrap(envs).single_observation_space)
-    return {name: to_json(space) for name, space in found.items()} | {"entries": entries}
-
-
-def entries_of(space: Space) -> dict | None:
-    """Lists the names in a Dict in order, each with the names in its entry; None if no Dict."""
-    if not isinstance(space, Dict):
-        return None
-    return {name: entries_of(part) for name, part in space.spaces.items()}
+    found["given"] = environments.before_wrap(envs).single_observation_space
+    return {name: to_json(space) for name, space in found.items()}
 
 
 def to_json(space: Space) -> dict | None:
@@ -38,7 +34,14 @@ def to_json(space: Space) -> dict | None:
         about = {"shape": list(space.shape), "dtype": np.dtype(space.dtype).name}
         about |= {"low": bounds(space.low), "high": bounds(space.high)}
         return about | ({"layout": space.layout} if isinstance(space, Packed) else {})
-    return None
+    if isinstance(space, MultiBinary):
+        return {"binary": space.n}
+    if not isinstance(space, Dict | Tuple):
+        return None
+    entries: Any = space.spaces
+    names = {"names": list(entries)} if isinstance(space, Dict) else {}
+    parts = [to_json(part) for part in (entries.values() if names else entries)]
+    return None if None in parts else names | {"spaces": parts}
 
 
 def bounds(values: np.ndarray) -> Any:
@@ -53,6 +56,13 @@ def from_json(about: dict) -> Space:
         return Discrete(about["n"], start=about["start"])
     if "nvec" in about:
         return MultiDiscrete(np.array(about["nvec"]), start=np.array(about["start"]))
+    if "binary" in about:
+        return MultiBinary(about["binary"])
+    if "spaces" in about:
+        parts = [from_json(part) for part in about["spaces"]]
+        if "names" not in about:
+            return Tuple(parts)
+        return Dict(OrderedDict(zip(about["names"], parts, strict=True)))  # in this order
     shape = tuple(about["shape"])
     if "layout" in about:
         layout = tuple(Part(name, tuple(of_one), dtype) for name, of_one, dtype in about["layout"])

@@ -44,6 +44,7 @@ def test_observations_are_an_array_of_numbers(space, observation, seen):
     envs.close()
 
     assert envs.single_observation_space.shape == np.shape(seen)
+    assert envs.observation_space.contains(at_first)
     np.testing.assert_array_equal(at_first, [seen, seen])
     np.testing.assert_array_equal(later, [seen, seen])
 

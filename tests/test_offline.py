@@ -208,13 +208,19 @@ def test_returns_are_normalized_by_what_minari_knows(flags, metadata, wanted, mo
 def test_a_dict_is_flattened_in_the_order_of_its_space():
     """The order is that of the environment; Minari stores entries alphabetically."""
     run = sac_jax.Run(env_id="environments:Reach-v0")
-    entries = spaces_of(sac_jax, sac_jax.Args(), run)["entries"]
+    given = spaces_of(sac_jax, sac_jax.Args(), run)["given"]
     space = environments.Reach.observation_space
     rows = [space.sample() for _ in range(3)]
     seen = {name: np.stack([row[name] for row in rows]) for name in sorted(space.spaces)}
-    flat = offline.as_flat(space, seen, entries)
+    flat = offline.as_flat(space, seen, given)
 
     np.testing.assert_array_equal(flat, [gym.spaces.flatten(space, row) for row in rows])
+
+
+@pytest.mark.parametrize("here", [BOX, gym.spaces.Dict(b=BOX), gym.spaces.Tuple([BOX])])
+def test_a_dataset_with_other_entries_is_refused(here):
+    with pytest.raises(UsageError, match="the data have observations Dict"):
+        offline.as_flat(gym.spaces.Dict(a=BOX), {"a": np.zeros((4, 3))}, spaces.to_json(here))
 
 
 @pytest.mark.parametrize(

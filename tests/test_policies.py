@@ -8,14 +8,16 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-from environments import register_given
-from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from environments import Reach, register_given
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 from helpers import COUNTED, flags_of, save_agent, saved_run
 
 import dqn_jax
 import ppo_jax
 from cleanreplay import UsageError, agent_file, disk, experiment, load_policy, policies, spaces
 from cleanreplay.agent_file import BestAgent
+from cleanreplay.environments import before_wrap
+from cleanreplay.packed import unpack
 
 OBSERVATIONS = 100 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 
@@ -193,6 +195,8 @@ def test_an_agent_is_loaded_without_its_environment(monkeypatch):
         Box(-(2**62), 2**62 + 1, (1,), np.int64),
         Box(0.0, 1.0, (0,), np.float32),
         Box(-1, 1, (), np.float16),
+        MultiBinary((2, 3)),
+        Dict([("b", Discrete(2)), ("a", Tuple([MultiBinary(3), Dict(c=Box(0, 1, (1,)))]))]),
     ],
 )
 def test_a_space_is_the_same_after_it_was_written_as_json(space):
@@ -204,7 +208,69 @@ def test_a_space_is_the_same_after_it_was_written_as_json(space):
 
 
 def test_a_space_that_only_an_edited_script_knows_is_none():
-    assert spaces.to_json(MultiBinary(3)) is None
+    assert spaces.to_json(Tuple([Discrete(2), Text(9)])) is None
+
+
+# Their entries are not in the order of the alphabet.
+NUMBERS_OF_ALL_KINDS = Dict(
+    where=Box(-1, 1, (1, 2)),
+    door=Discrete(3, start=-1),
+    both=Tuple([MultiBinary((2, 2)), MultiDiscrete([2, 3])]),
+    inner=Dict(c=Box(0, 9, (2,), np.int64), a=Discrete(2)),
+)
+WITH_IMAGE = Dict(image=Box(0, 255, (9, 9, 1), np.uint8), **NUMBERS_OF_ALL_KINDS.spaces)
+SPACES = {
+    "dict": NUMBERS_OF_ALL_KINDS,
+    "image": WITH_IMAGE,
+    "tuple": NUMBERS_OF_ALL_KINDS["both"],
+    "discrete": Discrete(3, start=-1),
+    "binary": MultiBinary((2, 2)),
+    "goals": Reach.observation_space,
+}
+for kind, space in SPACES.items():
+    register_given(f"Observes-{kind}-v0", space, action_space=Box(-1, 1, (1,)))
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_an_agent_takes_what_the_environment_gives(kind):
+    agent, params = save_agent(ppo_jax, f"Observes-{kind}-v0")
+    envs = ppo_jax.make_envs(agent.args, ppo_jax.Run(env_id=f"Observes-{kind}-v0"), 4)
+    arrays, _ = envs.reset(seed=3)
+    wanted = greedy(agent, params, arrays)
+    before = unpack(arrays, envs.layout) if kind == "image" else arrays  # flat already
+    given, _ = before_wrap(envs).reset(seed=3)
+    one, _ = gym.make(f"Observes-{kind}-v0").reset(seed=3)
+    policy = load_policy(".")
+
+    assert len(np.unique(wanted)) > 1
+    np.testing.assert_array_equal(policy(given), wanted)
+    np.testing.assert_array_equal(policy(before), wanted)
+    np.testing.assert_allclose(policy(one), wanted[0], rtol=1e-5)
+
+
+DOORS = Dict(door=Discrete(3), where=Box(-1, 1, (2,)))
+WHERE = np.zeros((2, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"door": np.array([0, 3]), "where": WHERE}, r"in Discrete\(3\), .*not \[0 3\]"),
+        ({"door": np.array([0, 1]), "where": WHERE[0]}, r"in Box.*not \[0. 0.\]"),
+        ({"door": np.array([0, 1])}, "a dict of door, where"),
+        (np.zeros((2, 4)), "a dict of door, where"),
+    ],
+)
+def test_what_the_environment_cannot_give_is_an_error(given, words):
+    with pytest.raises(ValueError, match=f"observations must be {words}"):
+        policies.as_observations(given, np.zeros(5, np.float32), space=DOORS)
+
+
+def test_arrays_that_are_flat_already_are_taken():
+    flat = np.arange(10.0).reshape(2, 5)
+    taken = policies.as_observations(flat, np.zeros(5, np.float32), space=DOORS)
+
+    np.testing.assert_array_equal(taken, flat)
 
 
 def test_another_script_is_named_and_replaces_no_module(capsys):
