@@ -34,7 +34,7 @@ def evaluate(file: Path, episodes: int) -> np.ndarray:
             play(agent, params, envs, seed, run.eval_max_steps, lambda observation: None)
             for seed in range(episodes)
         ]
-    return np.array([episodic_return for _, episodic_return in played])
+    return np.array([returns[-1] for _, returns in played])
 
 
 def flags(file: Path) -> str:

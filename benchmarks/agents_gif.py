@@ -27,10 +27,10 @@ def episode(agent: str, seed: int, size: int, count: int) -> list[np.ndarray]:
     envs, draw = make_drawn(loaded, "rgb_array")
     with closing(envs):
         every = max(1, round(envs.metadata.get("render_fps", 15) / PICTURES_PER_SECOND))
-        pictures, episodic_return = play(
+        pictures, returns = play(
             loaded.agent, loaded.params, envs, seed, loaded.run.eval_max_steps, draw
         )
-    print(f"{loaded.run.env_id}: return {episodic_return:.1f}")
+    print(f"{loaded.run.env_id}: return {returns[-1]:.1f}")
     pictures = pictures[::every]
     shown = [pictures[i % len(pictures)] for i in range(count)]
     return [np.asarray(PIL.Image.fromarray(x).resize((size, size))) for x in shown]

@@ -27,6 +27,7 @@ from cleanreplay.flags import check_flag
 MOST_FRAMES = 25  # per second of a file
 NO_SCREEN = ("dummy", "offscreen")  # drivers of SDL
 PIXELS = 300  # smaller pictures are enlarged, up to this height or width
+LEAST_WIDTH = 160  # of a picture with a caption
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,13 @@ def watch(flags: Flags) -> list[float]:
         frames: list = []
         returns = []
         for seed in range(flags.seed, flags.seed + flags.episodes):
-            pictures, episodic_return = play(agent, params, envs, seed, run.eval_max_steps, draw)
+            pictures, so_far = play(agent, params, envs, seed, run.eval_max_steps, draw)
             steps = len(pictures) - 1
-            tqdm.write(f"seed {seed}: return {episodic_return:.2f} in {steps:,} steps")
-            frames += pictures[::every]
-            returns.append(episodic_return)
+            tqdm.write(f"seed {seed}: return {so_far[-1]:.2f} in {steps:,} steps")
+            if output:
+                shown = range(0, len(pictures), every)
+                frames += [captioned(pictures[i], caption(i, so_far[i])) for i in shown]
+            returns.append(so_far[-1])
     if output:
         write(output, frames, fps / every)
         tqdm.write(str(output))
@@ -136,20 +139,22 @@ def check_window() -> None:
 
 def play(
     agent: Any, params: Any, envs: Any, seed: int, max_steps: int, draw: Callable
-) -> tuple[list, float]:
-    """Plays an episode of one environment: pictures, one more than its steps, and the return."""
+) -> tuple[list, list[float]]:
+    """Plays an episode of one environment: pictures, one more than its steps, and the return up to
+    each of them.
+    """
     act = protocol.policy(agent, params)  # with a new recurrent state
     observation, _ = envs.reset(seed=seed)
     pictures = [draw(observation)]
-    episodic_return = 0.0
+    returns = [0.0]
     over = False
     while not over and len(pictures) <= max_steps:
         observation = np.asarray(observation, agent.example_step.observation.dtype)
         observation, reward, terminated, truncated, _ = envs.step(act(observation))
         pictures.append(draw(observation))
-        episodic_return += float(reward[0])
+        returns.append(returns[-1] + float(reward[0]))
         over = bool(terminated[0] or truncated[0])
-    return pictures, episodic_return
+    return pictures, returns
 
 
 def as_picture(observation: Any) -> np.ndarray:
@@ -172,6 +177,25 @@ def resized(picture: Any) -> np.ndarray:
     picture = np.asarray(picture, np.uint8)
     times = max(1, PIXELS // max(picture.shape[:2]))
     return picture.repeat(times, axis=0).repeat(times, axis=1)
+
+
+def caption(step: int, episodic_return: float) -> str:
+    """Returns what is written above the picture after a step."""
+    return f"step {step:,}  return {episodic_return:,.2f}"
+
+
+def captioned(picture: np.ndarray, text: str) -> np.ndarray:
+    """Returns a picture [H, W, 3] below a black strip with a text. A narrow one becomes wider."""
+    from PIL import Image, ImageDraw, ImageFont  # MoviePy needs it, too
+
+    width = picture.shape[1]
+    size = max(10, width // 30)  # 29 letters fit into LEAST_WIDTH
+    strip = 3 * size // 4 * 2  # an even number, as videos need
+    picture = np.pad(picture, [(strip, 0), (0, max(0, LEAST_WIDTH - width)), (0, 0)])
+    image = Image.fromarray(picture)
+    font = ImageFont.load_default(size)
+    ImageDraw.Draw(image).text((size // 3, strip // 2), text, "white", font, anchor="lm")
+    return np.asarray(image)
 
 
 def write(file: Path, frames: list, fps: float) -> None:

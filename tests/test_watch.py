@@ -50,12 +50,12 @@ def no_screen(monkeypatch):
 
 
 def read_gif(file):
-    """Reads the size of a GIF, the brightness of each picture, and the time of one in ms."""
+    """Reads the size of a GIF, its pictures [H, W] in grey, and the time of one in ms."""
     with PIL.Image.open(file) as gif:
         pictures = []
         for i in range(gif.n_frames):
             gif.seek(i)
-            pictures.append(int(np.asarray(gif.convert("L")).mean().round()))
+            pictures.append(np.asarray(gif.convert("L"), int))
         return gif.size, pictures, gif.info["duration"]
 
 
@@ -77,9 +77,35 @@ def test_a_gif_has_25_pictures_a_second_of_each_episode():
 
     assert returns == [15.0, 15.0]
     size, pictures, duration = read_gif("agent.gif")
-    assert pictures == pytest.approx([40, 120, 200] * 2, abs=1)
-    assert size == (280, 210)  # small pictures are enlarged by a whole number
+    assert [x[-1, 0] for x in pictures] == pytest.approx([40, 120, 200] * 2, abs=1)
+    assert size == (280, 14 + 210)  # small pictures are enlarged by a whole number
     assert duration == 40
+
+
+def test_above_each_picture_is_its_step_and_the_return_so_far():
+    save_agent(dqn_jax, "Drawn-v0")
+    watch.watch(Flags("."))
+    _, pictures, _ = read_gif("agent.gif")
+    texts = ["step 0  return 0.00", "step 2  return 3.00", "step 4  return 10.00"]
+
+    for picture, text in zip(pictures, texts, strict=True):
+        wanted = watch.captioned(np.zeros((210, 280, 3), np.uint8), text)[:14, :, 0]
+        assert np.abs(picture[:14] - wanted).max() < 20  # it has few colours
+    assert watch.caption(27_000, -1234.5) == "step 27,000  return -1,234.50"
+
+
+@pytest.mark.parametrize("shape", [(300, 20), (210, 160), (252, 252), (400, 600), (30, 1_200)])
+def test_a_caption_fits_and_leaves_the_picture_as_it_is(shape):
+    picture = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    result = watch.captioned(picture, watch.caption(27_000, -1234.5))
+    strip = result[: len(result) - len(picture)]
+    rows, columns = strip.any(axis=-1).nonzero()
+
+    np.testing.assert_array_equal(result[len(strip) :, : shape[1]], picture)
+    assert strip.max() > 200
+    assert min(rows.min(), columns.min()) > 0
+    assert rows.max() < len(strip) - 1
+    assert columns.max() < strip.shape[1] - 1
 
 
 @pytest.mark.filterwarnings("ignore:Setting the shape")  # MoviePy 2.2.1 does when it reads one
@@ -117,7 +143,7 @@ def test_images_that_are_not_rendered_are_what_the_agent_sees(capsys):
     watch.watch(Flags("."))
 
     assert "ImageGrey-v0 does not render" in capsys.readouterr().out
-    assert read_gif("agent.gif")[0] == (280, 280)
+    assert read_gif("agent.gif")[0] == (280, 14 + 280)
 
 
 GREY = np.arange(42, dtype=np.uint8).reshape(6, 7)
