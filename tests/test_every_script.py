@@ -1,10 +1,7 @@
 """What all scripts have in common, tested with the small agents of small_agents.py."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from contextlib import closing
 
 import environments
@@ -15,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import box
-from helpers import ROOT, only_run, read_events
+from helpers import ROOT, only_run, read_events, start_python
 from numpy.testing import assert_allclose, assert_array_equal
 from small_agents import (
     BOX,
@@ -289,13 +286,12 @@ def test_the_first_command_of_the_help_learns(name, least_at_end):
     """CartPole-v1, to where it counts as solved."""
     text = re.search(r"^    python (.*)", SCRIPTS[name][0].__doc__, re.MULTILINE)[1]
     file, *flags = shlex.split(text)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    env["XLA_FLAGS"] = ""  # as users have it
-    command = [sys.executable, ROOT / file, *flags]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    as_users_do = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    process = start_python(".", ROOT / file, *flags, env=as_users_do)
+    out, err = process.communicate()
 
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) >= least_at_end
+    assert process.returncode == 0, err
+    assert float(out.split()[-1]) >= least_at_end
     evaluations = read_events(only_run())[0]["eval/episodic_return"]
     assert max(score for _, score in evaluations) >= 475
     assert evaluations[-1][0] >= SCRIPTS[name][0].Args().total_timesteps
