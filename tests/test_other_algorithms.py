@@ -508,13 +508,13 @@ def plain_rnd(state, rollouts, following, gamma):
 def test_the_intrinsic_reward_is_the_normalised_error_of_the_prediction():
     """Over three rollouts: statistics of observations and of returns that do not end."""
     case, _ = with_rnd()
-    explore = jax.jit(case.agent.explore)
+    intrinsic = jax.jit(case.agent.intrinsic_rewards)
     state = case.state
     following = [*[rollout.observation[0] for rollout in case.rollouts[1:]], case.next_observation]
     following[0] = following[0] + np.float32(40)  # clipped
     for rollout, after in zip(case.rollouts, following, strict=True):
         observations = np.append(rollout.observation, after[None], axis=0).reshape(-1, 3)
-        state, inputs, target, reward = explore(state, observations, rollout.valid)
+        state, inputs, target, reward = intrinsic(state, observations, rollout.valid)
     wanted = plain_rnd(case.state, case.rollouts, following, 0.7)
 
     assert_allclose(inputs.reshape(24, 4, 3), wanted.following, rtol=1e-4, atol=1e-4)
