@@ -217,7 +217,9 @@ def edited(script, *replaced):
 
 # Scripts that the diffs in docs/other_algorithms/ make, and the scripts that they change.
 OTHER_ALGORITHMS = {"c51_jax": "per_dqn_jax", "qr_dqn_jax": "per_dqn_jax", "td3_jax": "sac_jax"}
-OTHER_ALGORITHMS |= {"td3_bc_jax": "iql_jax", "cql_jax": "dqn_jax"}
+OTHER_ALGORITHMS |= {"td3_bc_jax": "iql_jax", "cql_jax": "dqn_jax", "rnd_ppo_jax": "ppo_jax"}
+OTHER_ALGORITHMS |= {"munchausen_dqn_jax": "dqn_jax", "gru_ppo_jax": "recurrent_ppo_jax"}
+OTHER_ALGORITHMS |= {"attention_ppo_jax": "recurrent_ppo_jax"}
 
 
 def diff_of(name):

@@ -109,7 +109,7 @@ def collected(script, kind):
     rollouts = []
     with closing(SyncVectorEnv([partial(Random, SPACES[kind])] * 4)) as envs:
         env_state = script.reset(envs, KEY, 1)
-        if script is recurrent_ppo_jax:
+        if hasattr(agent, "no_memory"):
             env_state = (*env_state, agent.no_memory(4))
         for step in (0, 96, 192):
             inputs = (agent.policy_params(state), env_state, KEY, step)

@@ -196,8 +196,11 @@ def test_tables_of_metrics_are_those_of_the_scripts(name):
 
 @pytest.mark.parametrize("name", OTHER_ALGORITHMS)
 def test_the_section_of_a_diff_has_its_flags_and_quotes_it(name):
-    title = name.removesuffix("_jax").replace("_", "-").upper()
-    section = PAGES["docs/other_algorithms.md"].split(f"\n## {title}\n")[1].split("\n## ")[0]
+    title = name.removesuffix("_jax").replace("_", "[- ]")
+    page = PAGES["docs/other_algorithms.md"]
+    (section,) = re.findall(
+        rf"^## {title}\n(.*?)^## ", page, re.DOTALL | re.MULTILINE | re.IGNORECASE
+    )
     script, original = other_algorithm(name), SCRIPTS[OTHER_ALGORITHMS[name]]
 
     assert set(flags(section)) == set(names_of(script.Args())) - set(names_of(original.Args()))
