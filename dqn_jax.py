@@ -1,6 +1,6 @@
 """DQN: Mnih et al. 2015, doi.org/10.1038/nature14236. CleanReplay, MIT license.
 
-    python dqn_jax.py --env-id CartPole-v1 --num-envs 8
+    python dqn_jax.py --env-id CartPole-v1
     python dqn_jax.py --env-id phys2d/CartPole-v1 --num-envs 10 --num-seeds 10
 
 Read `train_loop` first: a thread learns from a rollout, S steps of N environments, while

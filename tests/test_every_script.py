@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import box
-from helpers import ROOT, only_run, read_events, start_python
+from helpers import ROOT, read_events, start_python
 from numpy.testing import assert_allclose, assert_array_equal
 from small_agents import (
     BOX,
@@ -278,12 +278,10 @@ def test_the_right_actions_are_learned(name, optimised):
     assert returns > 0.7
 
 
-# The least mean return of the last 100 episodes: PPO ends at 500, and DQN at times in a dip, see
-# benchmarks/returns.md. Random actions reach 22.
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "least_at_end"), [("dqn", 100), ("ppo", 475)])
-def test_the_first_command_of_the_help_learns(name, least_at_end):
-    """CartPole-v1, to where it counts as solved."""
+@pytest.mark.parametrize("name", ["dqn", "ppo"])
+def test_the_first_command_of_the_help_learns(name):
+    """CartPole-v1 counts as solved at 475. All seeds in benchmarks/returns.md end above it."""
     text = re.search(r"^    python (.*)", SCRIPTS[name][0].__doc__, re.MULTILINE)[1]
     file, *flags = shlex.split(text)
     as_users_do = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
@@ -291,7 +289,4 @@ def test_the_first_command_of_the_help_learns(name, least_at_end):
     out, err = process.communicate()
 
     assert process.returncode == 0, err
-    assert float(out.split()[-1]) >= least_at_end
-    evaluations = read_events(only_run())[0]["eval/episodic_return"]
-    assert max(score for _, score in evaluations) >= 475
-    assert evaluations[-1][0] >= SCRIPTS[name][0].Args().total_timesteps
+    assert float(out.split()[-1]) >= 475
