@@ -466,7 +466,12 @@ def test_sequences_give_what_single_steps_give(name):
 def with_rnd():
     script = other_algorithm("rnd_ppo_jax")
     on_policy.SIZES[script] = dict(
-        hidden_sizes=(5,), int_gamma=0.7, norm_adv=False, clip_vloss=False
+        hidden_sizes=(5,),
+        int_gamma=0.7,
+        int_coef=0.5,
+        ext_coef=3.0,
+        norm_adv=False,
+        clip_vloss=False,
     )
     return on_policy.collected(script, "multi"), on_policy.learned(script, "multi")
 
@@ -558,7 +563,7 @@ def test_the_loss_of_rnd_has_two_values_and_the_prediction():
     advantage = np.asarray(batch.advantage)[valid]
     predicted = embedding(state.params.predictor, np.asarray(batch.following))
     error = float(((predicted - batch.embedding) ** 2)[valid].mean())
-    policy_loss = -(2 * advantage[:, 0] + advantage[:, 1]).mean()
+    policy_loss = -(3 * advantage[:, 0] + 0.5 * advantage[:, 1]).mean()
     value_loss = (advantage**2).sum(axis=1).mean() / 2
     entropy = float(metrics["losses/entropy"])
 
