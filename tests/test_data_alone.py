@@ -144,7 +144,7 @@ def test_agents_of_a_compiled_run_share_the_data():
     [
         (dqn_jax, "--save-experience", "save_experience"),
         (dqn_jax, "--total-timesteps 99", "gradient steps"),
-        (per_dqn_jax, "", "take dqn_jax.py"),
+        (per_dqn_jax, "", "dqn_jax.py learns"),
         (iql_jax, "--env-id Pendulum-v1", "actions int64"),
     ],
 )
