@@ -185,6 +185,7 @@ def test_the_best_episodes_are_kept():
     assert len(kept(0.99)[0]) == 12
 
 
+@pytest.mark.slow
 def test_what_a_run_without_learning_has_seen_is_learned():
     """Two steps, reward 1 at the second: with a discount of 0.5 their values are 0.5 and 1."""
     run = dqn_jax.Run(env_id="environments:Probe-discount-v0", log_interval=100, eval_episodes=0)
