@@ -495,7 +495,7 @@ class Counted(NamedTuple):
 def plain_rnd(state, rollouts, following, gamma):
     """Computes the intrinsic rewards [S, N] of the last rollout, and inputs and targets [S, N]."""
     seen = np.zeros((0, 3))
-    returns = []
+    returns, weights = [], np.zeros(0)
     running = np.zeros(4)
     for rollout, after in zip(rollouts, following, strict=True):
         seen = np.append(seen, rollout.observation[rollout.valid], axis=0)
@@ -507,7 +507,11 @@ def plain_rnd(state, rollouts, following, gamma):
         for of_step, valid in zip(reward, rollout.valid, strict=True):
             running = np.where(valid, gamma * running + of_step, running)
             returns.extend(running[valid])
-    return Counted(x, target, reward / np.std(returns))
+        rows = rollout.valid.sum()
+        weights *= min(1, rows / max(weights.sum(), 1))  # of the rollouts before: half at most
+        weights = np.append(weights, np.ones(rows))
+    mean = np.average(returns, weights=weights)
+    return Counted(x, target, reward / np.average((returns - mean) ** 2, weights=weights) ** 0.5)
 
 
 def test_the_intrinsic_reward_is_the_normalised_error_of_the_prediction():
