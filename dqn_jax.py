@@ -174,8 +174,7 @@ class DQN:
         self.shard_batch = shard_batch
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
-        # The smallest number of steps that num_envs and train_frequency divide: an iteration has
-        # a whole number of steps of all environments, and of gradient steps.
+        # The smallest number of steps that num_envs and train_frequency both divide.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         turns = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration = turns * args.gradient_steps

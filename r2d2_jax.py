@@ -207,8 +207,7 @@ class R2D2:
         self.shard_batch = shard_batch
         self.num_actions = int(action_space.n)
         self.first_action = int(action_space.start)
-        # The smallest number of steps that num_envs and train_frequency divide: an iteration has
-        # a whole number of steps of all environments, and of gradient steps.
+        # The smallest number of steps that num_envs and train_frequency both divide.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)

@@ -213,8 +213,7 @@ class SAC:
         self.shard_batch = shard_batch
         self.action_space = action_space
         self.num_actions = action_space.shape[0]
-        # The smallest number of steps that num_envs and train_frequency divide: an iteration has
-        # a whole number of steps of all environments, and of gradient steps.
+        # The smallest number of steps that num_envs and train_frequency both divide.
         self.steps_per_iteration = math.lcm(args.num_envs, args.train_frequency)
         self.updates_per_iteration = self.steps_per_iteration // args.train_frequency
         self.updates_per_iteration *= args.gradient_steps

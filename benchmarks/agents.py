@@ -46,7 +46,7 @@ def flags(file: Path) -> str:
         for flag, default in vars(kind()).items():
             value = about[name].get(flag, default)
             value = tuple(value) if isinstance(value, list) else value
-            if value != default:
+            if value != default and str(value) != str(default):  # JSON has NaN as a text
                 given.append(as_text(flag.replace("_", "-"), value, default))
     return " ".join(given)
 
@@ -60,9 +60,12 @@ def as_text(flag: str, value: Any, default: Any) -> str:
 
 
 def store(file: Path) -> Path:
-    """Copies an agent to benchmarks/agents, with the name of its script instead of its path."""
+    """Copies an agent to benchmarks/agents, with names of its script and data instead of paths."""
     stored = agent_file.open_agent(file)
     about = stored.about
+    for flag in ("offline_data", "init_from"):
+        if about["args"].get(flag):
+            about["args"][flag] = Path(about["args"][flag]).name
     name = f"{about['run']['env_id']}__{about['run']['exp_name']}"
     copy = AGENTS / f"{re.sub('[/:]', '-', name)}.safetensors"
     arrays = stored.read(stored.shapes)

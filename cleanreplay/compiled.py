@@ -482,8 +482,7 @@ def train_loop(
     make_envs: Callable,
 ) -> tuple[RunnerState, np.ndarray]:
     """Calls the compiled program until the end. Returns RunnerState, mean returns [num_agents]."""
-    run, stop = trainer.run, run_folder.stop
-    total = trainer.args.total_timesteps
+    run, total = trainer.run, trainer.args.total_timesteps
     run_entries = trainer.compile(runner)
     evaluate = partial(evaluate_agents, trainer, logs, run_folder, make_envs)
     finished: deque = deque(maxlen=1_000)  # of each log entry, the newest first
@@ -491,8 +490,7 @@ def train_loop(
     if end >= total:  # a complete run is only evaluated
         evaluate(runner, end)
     while end < total:
-        step = end
-        count = trainer.num_entries(step)
+        step, count = end, trainer.num_entries(end)
         end = step + count * trainer.interval
         began = time.monotonic()
         runner, entries = call(run_entries, runner, step, count)
@@ -505,7 +503,7 @@ def train_loop(
         log_entries(logs, step, trainer.interval, entries, seconds)
         check_entries(entries, step, trainer.interval, run_folder, trainer.sweep)
         run_folder.write_experience(runner.agent)
-        is_interrupted = is_stopped(stop)
+        is_interrupted = is_stopped(run_folder.stop)
         is_finished = distributed.any_process(any(log.total == 0 for log in logs))
         is_last = is_interrupted or is_finished or end >= total
         if is_last or buffers.is_due(run.checkpoint_interval, step, end):

@@ -186,7 +186,7 @@ def as_array(space: gym.Space, x: Any, layout: tuple[Part, ...]) -> np.ndarray:
 
 
 class AsArray(gym.vector.VectorObservationWrapper):
-    """Observations are vectors [N, F], or bytes [N, P] that hold those of a Dict with an image."""
+    """Converts observations to vectors [N, F], or those of a Dict with an image to bytes [N, P]."""
 
     def __init__(self, envs: gym.vector.VectorEnv) -> None:
         super().__init__(envs)

@@ -70,7 +70,10 @@ def load_policy(place: Path | str, script: Path | str = "") -> Callable[..., np.
         is_single = space is not None and is_one(space, observations)
         if is_single:
             observations = jax.tree.map(lambda x: np.asarray(x)[None], observations)
-        observations = as_observations(observations, example, layout, space)
+        if layout:
+            observations = as_packed(observations, example, layout, space)
+        else:
+            observations = as_observations(observations, example, space)
         if len(observations) == 0:  # networks need at least one
             return protocol.policy(agent, params)(example[None])[:0]
         actions = act(observations, *is_first)
@@ -118,32 +121,35 @@ def as_flat(space: Any, x: Any, shape: tuple) -> Any:
     return environments.flat(space, x)
 
 
-def as_observations(
-    given: Any, example: np.ndarray, layout: tuple = (), space: Any = None
-) -> np.ndarray:
+def as_packed(given: Any, example: np.ndarray, layout: tuple, space: Any = None) -> np.ndarray:
+    """Packs observations, a dict of arrays [N, ...], as those of training were packed.
+
+    Entries that are no Box in `space` are flattened. ValueError as in `as_observations`.
+    """
+    names = [part.name for part in layout]
+    if not isinstance(given, Mapping) or set(given) != set(names):
+        raise ValueError(f"observations must be a dict of {', '.join(names)}")
+    parts = {}
+    count = np.shape(given[names[0]])[:1]
+    for name, shape, dtype in layout:
+        like = np.zeros((*example.shape[:-1], *shape), dtype)
+        x = given[name]
+        if space is not None and not isinstance(space[name], Box):
+            x = as_flat(space[name], x, shape)
+        x = np.asarray(x)
+        if x.ndim == 0 or x.shape[:1] != count:
+            raise ValueError(f"observations must have as many rows in {name} as in {names[0]}")
+        has_numbers = like.dtype.kind == "f" and x.size == len(x) * like.size
+        parts[name] = as_observations(x.reshape(-1, *like.shape) if has_numbers else x, like)
+    return pack(parts, layout)
+
+
+def as_observations(given: Any, example: np.ndarray, space: Any = None) -> np.ndarray:
     """Converts observations [N, ...] to the dtype of a single `example`.
 
-    Those of `space`, if it is no Box, are flattened. With a layout they are a dict of arrays
-    [N, ...], which is packed. ValueError if the shape differs, or the conversion would change
-    numbers.
+    Those of `space`, if it is no Box, are flattened. ValueError if the shape differs, or the
+    conversion would change numbers.
     """
-    if layout:
-        names = [part.name for part in layout]
-        if not isinstance(given, Mapping) or set(given) != set(names):
-            raise ValueError(f"observations must be a dict of {', '.join(names)}")
-        parts = {}
-        count = np.shape(given[names[0]])[:1]
-        for name, shape, dtype in layout:
-            like = np.zeros((*example.shape[:-1], *shape), dtype)
-            x = given[name]
-            if space is not None and not isinstance(space[name], Box):
-                x = as_flat(space[name], x, shape)
-            x = np.asarray(x)
-            if x.ndim == 0 or x.shape[:1] != count:
-                raise ValueError(f"observations must have as many rows in {name} as in {names[0]}")
-            has_numbers = like.dtype.kind == "f" and x.size == len(x) * like.size
-            parts[name] = as_observations(x.reshape(-1, *like.shape) if has_numbers else x, like)
-        return pack(parts, layout)
     given = np.asarray(given if space is None else as_flat(space, given, example.shape))
     if given.shape[1:] != example.shape:
         expected = ", ".join(map(str, example.shape))

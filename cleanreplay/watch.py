@@ -140,8 +140,8 @@ def check_window() -> None:
 def play(
     agent: Any, params: Any, envs: Any, seed: int, max_steps: int, draw: Callable
 ) -> tuple[list, list[float]]:
-    """Plays an episode of one environment: pictures, one more than its steps, and the return up to
-    each of them.
+    """Plays an episode of one environment. Returns pictures, one more than its steps, and the
+    return up to each of them.
     """
     act = protocol.policy(agent, params)  # with a new recurrent state
     observation, _ = envs.reset(seed=seed)

@@ -174,9 +174,6 @@ def find_jax_env(script, args, run):
         return jax_envs.find_jax_env(envs, run)
 
 
-make_trainer = compiled.make_trainer
-
-
 def train_compiled(script, args, run, folder, stop=None):
     """Trains in a compiled program, in a folder. Returns its objects, results and output."""
     seen = {}

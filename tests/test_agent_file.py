@@ -8,20 +8,13 @@ import gymnasium as gym
 import jax
 import numpy as np
 import pytest
-from helpers import (
-    COUNTED,
-    DAMAGE,
-    assert_trees_equal,
-    flip_a_bit,
-    make_trainer,
-    save_agent,
-    saved_run,
-)
+from helpers import COUNTED, DAMAGE, assert_trees_equal, flip_a_bit, save_agent, saved_run
 from safetensors.numpy import save_file
 
 import dqn_jax
 import ppo_jax
 from cleanreplay import UsageError, agent_file, disk, load_policy
+from cleanreplay.compiled import make_trainer
 
 OBSERVATIONS = 100 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
 BOX = gym.spaces.Box(-1, 1, (3,))

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from environments import Chain, register_jax
-from helpers import make_trainer, read_events, train_compiled
+from helpers import read_events, train_compiled
 
 import dqn_jax
 from cleanreplay import checkpoints, disk
+from cleanreplay.compiled import make_trainer
 
 
 class Clock(Chain):

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import flags_of, make_trainer
+from helpers import flags_of
 
 import r2d2_jax
 import recurrent_ppo_jax
+from cleanreplay.compiled import make_trainer
 from cleanreplay.devices import SplitNetwork, make_mesh, split
 
 NETWORK = r2d2_jax.QNetwork(3, 8, True, lambda x: x, (5,))

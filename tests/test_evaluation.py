@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from environments import Chain, Given, register_jax
-from helpers import COUNTER, SMALL_DQN, flags_of, make_agent, make_trainer, read_events
+from helpers import COUNTER, SMALL_DQN, flags_of, make_agent, read_events
 
 import dqn_jax
 import ppo_jax
 from cleanreplay import experiment
 from cleanreplay.checkpoints import steps_in
+from cleanreplay.compiled import make_trainer
 
 STEPS = 100  # of an episode
 REWARDS = (0.0, 1.0, 1000.0)  # of the actions: a return shows how often each was taken

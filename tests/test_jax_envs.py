@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from environments import Chain, make_jax
 from gymnasium.experimental.functional import FuncEnv
-from helpers import edited, find_jax_env, make_trainer
+from helpers import edited, find_jax_env
 
 import dqn_jax
 from cleanreplay import UsageError
+from cleanreplay.compiled import make_trainer
 from cleanreplay.jax_envs import JaxEnvs
 from dqn_jax import DQN, Step
 

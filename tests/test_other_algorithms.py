@@ -15,7 +15,7 @@ import on_policy
 import pytest
 import scipy.special
 from by_hand import TWO, box, dense, linear, random_rollout, windows_by_hand
-from helpers import OTHER_ALGORITHMS, ROOT, diff_of, hunks, make_trainer, other_algorithm
+from helpers import OTHER_ALGORITHMS, ROOT, diff_of, hunks, other_algorithm
 from jax.flatten_util import ravel_pytree
 from numpy.testing import assert_allclose, assert_array_equal
 from on_policy import perceptron
@@ -23,6 +23,7 @@ from scipy.special import expit
 from small_agents import random_steps, train_step
 
 from cleanreplay import memory_tasks  # noqa: F401  (registers)
+from cleanreplay.compiled import make_trainer
 
 pytestmark = pytest.mark.pages
 

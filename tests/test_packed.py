@@ -10,12 +10,13 @@ import pytest
 from environments import Chain, Given, register_jax
 from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import SyncVectorEnv
-from helpers import SMALL_DQN, make_trainer, save_agent
+from helpers import SMALL_DQN, save_agent
 
 import cleanreplay
 import dqn_jax
 import ppo_jax
 from cleanreplay import policies, spaces
+from cleanreplay.compiled import make_trainer
 from cleanreplay.environments import wrap
 from cleanreplay.errors import UsageError
 from cleanreplay.networks import features_of
@@ -170,14 +171,14 @@ MISTAKES = [
 @pytest.mark.parametrize(("given", "words"), MISTAKES)
 def test_other_observations_than_the_dict_are_an_error(given, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        policies.as_observations(given, np.zeros(BYTES, np.uint8), LAYOUT)
+        policies.as_packed(given, np.zeros(BYTES, np.uint8), LAYOUT)
 
 
 def test_numbers_of_another_shape_and_dtype_are_taken():
     given = random_parts(3)
     wanted = pack(given, LAYOUT)
     given["numbers"] = given["numbers"].astype(np.float64).reshape(3, 1, 2)
-    taken = policies.as_observations(given, np.zeros(BYTES, np.uint8), LAYOUT)
+    taken = policies.as_packed(given, np.zeros(BYTES, np.uint8), LAYOUT)
 
     np.testing.assert_array_equal(taken, wanted)
 

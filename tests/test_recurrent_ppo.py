@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_trainer
 from numpy.testing import assert_allclose, assert_array_equal
 from on_policy import (
     BOX,
@@ -25,6 +24,7 @@ from on_policy import (
 
 import recurrent_ppo_jax
 from cleanreplay import memory_tasks  # noqa: F401  (registers)
+from cleanreplay.compiled import make_trainer
 from recurrent_ppo_jax import Args, Run
 
 KINDS = pytest.mark.parametrize("kind", ["box", "multi"])

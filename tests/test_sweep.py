@@ -10,13 +10,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import make_trainer, read_events, train_compiled
+from helpers import read_events, train_compiled
 
 import dqn_jax
 import per_dqn_jax
 import ppo_jax
 import sac_jax
 from cleanreplay import UsageError, agent_file, checkpoints, compiled, disk, load_policy, read_flags
+from cleanreplay.compiled import make_trainer
 from cleanreplay.sweep import Sweep, in_words, make_settings
 
 CHAIN = "environments:Chain-v0"

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_trainer
 
 import dqn_jax
 from cleanreplay import compiled, devices
-from cleanreplay.compiled import Entry, RunnerState, Trainer
+from cleanreplay.compiled import Entry, RunnerState, Trainer, make_trainer
 from cleanreplay.sweep import Sweep
 from dqn_jax import Step
 

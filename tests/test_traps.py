@@ -5,10 +5,11 @@ from pathlib import Path
 
 import jax
 import pytest
-from helpers import COUNTER, SMALL_DQN, edited, make_trainer, read_events
+from helpers import COUNTER, SMALL_DQN, edited, read_events
 
 import cleanreplay
 import dqn_jax
+from cleanreplay.compiled import make_trainer
 
 
 def train(script, **flags):
