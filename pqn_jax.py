@@ -206,6 +206,10 @@ class PQN:
         """Returns the environment's actions, which need not start at 0."""
         return action + self.first_action
 
+    def max_q(self, params, observation):
+        """Computes max Q(s, .) [N] from observations [N, ...]."""
+        return jnp.max(self.network.apply(params, observation), axis=-1)
+
     def loss(self, params, batch: Batch):
         """Returns half of the mean squared error of the values, and the metrics."""
         # One-hot instead of indexing, whose gradient is a slow scatter.
@@ -243,13 +247,11 @@ class PQN:
         # s' is the s of the next step, also at the end of an episode.
         next_observation = jnp.asarray(next_observation, rollout.observation.dtype)
         observations = jnp.concatenate([rollout.observation, next_observation[None]])
-        observations = observations.reshape(-1, *observations.shape[2:])
-        values = jnp.max(self.network.apply(state.params, observations), axis=-1)
-        values = values.reshape(-1, args.num_envs)
+        # One time step at a time: the layers of all at once would not fit into the cache.
+        values = jax.lax.map(partial(self.max_q, state.params), observations)
         target = lambda_returns(rollout, values[:-1], values[1:], args.gamma, args.q_lambda)
-        rows = self.steps_per_iteration
-        action, valid, target = jax.tree.map(jnp.ravel, (rollout.action, rollout.valid, target))
-        batch = Batch(observations[:rows], action, valid, target)
+        batch = Batch(rollout.observation, rollout.action, rollout.valid, target)
+        batch = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), batch)
         learning_rate = jnp.float32(args.learning_rate)
         if args.anneal_lr:
             learning_rate *= jnp.maximum(1 - step / args.total_timesteps, 0)

@@ -1,11 +1,12 @@
-"""Measures milliseconds of a gradient step of DQN on images: dqn_jax.py beside PyTorch.
+"""Measures milliseconds of a gradient step on images: our scripts beside PyTorch.
 
-    pip install -e ".[bench]" && python benchmarks/image_step.py
+    pip install -e ".[bench]" && python benchmarks/image_step.py [--algorithm ppo]
 
-Each samples 32 of 2,000 transitions, and takes a step of Adam. Both run in turn, each time in a new
-process, on a GPU if JAX finds one, else on one core and on two. dqn_jax.py takes its steps once in
-a loop inside one compiled call, and once each in a call of its own. Prints median, minimum and
-maximum over the rounds, and the ratio of PyTorch's time to ours in each round.
+A step of DQN samples 32 of 2,000 transitions, one of PPO takes a minibatch of 256 time steps, each
+with Adam. Both run in turn, each time in a new process, on a GPU if JAX finds one, else on one core
+and on two. Our script takes its steps once in a loop inside one compiled call, and once each in a
+call of its own. Prints median, minimum and maximum over the rounds, and the ratio of PyTorch's time
+to ours in each round.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from machine import header, ratios, spread, table, write_json
 
 SHAPES = {"84 x 84 x 4": (4, 84, 84), "10 x 10 x 4": (4, 10, 10)}
 TRANSITIONS, BATCH, LOOP = 2_000, 32, 5
+ACTIONS = 6
+ENVS, STEPS, MINIBATCHES = 8, 128, 4  # of PPO
 
 
 def milliseconds(step: Callable[[], Any], repeats: int = 15) -> float:
@@ -39,12 +42,12 @@ def experience(shape: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Makes random observations, actions and rewards."""
     rng = np.random.default_rng(0)
     observation = rng.integers(256, size=(TRANSITIONS, *shape), dtype=np.uint8)
-    action = rng.integers(6, size=TRANSITIONS)
+    action = rng.integers(ACTIONS, size=TRANSITIONS)
     reward = rng.normal(size=TRANSITIONS)
     return observation, action, reward.astype(np.float32)
 
 
-def time_ours(shape: tuple) -> list[float]:
+def time_dqn(shape: tuple) -> list[float]:
     """Measures dqn_jax.py. Returns milliseconds of [a step in a loop, a step alone]."""
     import gymnasium as gym
     import jax
@@ -54,7 +57,7 @@ def time_ours(shape: tuple) -> list[float]:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     args = dqn_jax.Args(batch_size=BATCH, buffer_size=TRANSITIONS)
     space: Any = gym.spaces.Box(0, 255, shape, np.uint8)
-    agent: Any = dqn_jax.DQN(args, space, gym.spaces.Discrete(6))
+    agent: Any = dqn_jax.DQN(args, space, gym.spaces.Discrete(ACTIONS))
     state = jax.jit(agent.init)(jax.random.PRNGKey(0))
     observation, action, reward = (x[:, None] for x in experience(shape))
     flags = np.zeros((TRANSITIONS, 1), bool)
@@ -77,30 +80,87 @@ def time_ours(shape: tuple) -> list[float]:
     return [milliseconds(partial(call, loop)) / LOOP, milliseconds(partial(call, single))]
 
 
-def time_torch(shape: tuple) -> list[float]:
-    """Measures the code of CleanRL's dqn_atari.py. Returns milliseconds of [a step]."""
+def time_ppo(shape: tuple) -> list[float]:
+    """Measures ppo_jax.py. Returns milliseconds of [a step in a loop, a step alone]."""
+    import gymnasium as gym
+    import jax
+    import jax.numpy as jnp
+
+    import ppo_jax
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    space: Any = gym.spaces.Box(0, 255, shape, np.uint8)
+    observation, action, advantage = experience(shape)
+
+    def time_epoch(minibatches: int) -> float:
+        rows = ENVS * STEPS // MINIBATCHES * minibatches
+        args = ppo_jax.Args(
+            num_envs=ENVS,
+            num_steps=rows // ENVS,
+            num_minibatches=minibatches,
+            update_epochs=1,
+        )
+        agent: Any = ppo_jax.PPO(args, space, gym.spaces.Discrete(ACTIONS))
+        state = jax.jit(agent.init)(jax.random.PRNGKey(0))
+        log_prob = np.full(rows, -np.log(ACTIONS), np.float32)
+        taken = observation, action.astype(np.int32), np.ones(rows, bool)
+        data = *taken, log_prob, np.zeros(rows, np.float32), advantage
+        batch = ppo_jax.Batch(*[jnp.asarray(x[:rows]) for x in data])
+        epoch = jax.jit(agent.optimize, donate_argnums=0)
+
+        def call() -> None:
+            nonlocal state
+            state = jax.block_until_ready(epoch(state, batch, jax.random.PRNGKey(1), 2.5e-4))[0]
+
+        return milliseconds(call) / minibatches
+
+    return [time_epoch(MINIBATCHES), time_epoch(1)]
+
+
+def torch_network(shape: tuple, *outputs: int) -> tuple[Any, list]:
+    """Makes PyTorch's convolutions with a dense layer, and a linear layer for each output."""
     import torch
     from torch import nn
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    observation, action, reward = experience(shape)
     channels, height, width = shape
     is_large = min(height, width) >= 36  # as in networks.py
     layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if is_large else [(16, 3, 1)]
     hidden = 512 if is_large else 128
-    scale = 255 if is_large else 1
+    modules: list = []
+    inputs = channels
+    for features, size, stride in layers:
+        modules += [nn.Conv2d(inputs, features, size, stride), nn.ReLU()]
+        inputs = features
+    convolutions = nn.Sequential(*modules, nn.Flatten())
+    flat = convolutions(torch.zeros(1, *shape)).shape[1]
+    torso = nn.Sequential(convolutions, nn.Linear(flat, hidden), nn.ReLU())
+    return torso, [nn.Linear(hidden, n) for n in outputs]
+
+
+def torch_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def scale_of(shape: tuple) -> int:
+    """Returns by what pixels are divided: pictures by 255, features of a grid not at all."""
+    return 255 if min(shape[1:]) >= 36 else 1
+
+
+def time_torch_dqn(shape: tuple) -> list[float]:
+    """Measures the code of CleanRL's dqn_atari.py. Returns milliseconds of [a step]."""
+    import torch
+    from torch import nn
+
+    device = torch_device()
+    observation, action, reward = experience(shape)
+    scale = scale_of(shape)
 
     def make_network() -> Any:
-        modules: list = []
-        inputs = channels
-        for outputs, size, stride in layers:
-            modules += [nn.Conv2d(inputs, outputs, size, stride), nn.ReLU()]
-            inputs = outputs
-        convolutions = nn.Sequential(*modules, nn.Flatten())
-        features = convolutions(torch.zeros(1, *shape)).shape[1]
-        dense = nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 6)
-        return nn.Sequential(convolutions, *dense).to(device)
+        torso, heads = torch_network(shape, ACTIONS)
+        return nn.Sequential(torso, *heads).to(device)
 
     def load(x: np.ndarray) -> Any:
         return torch.as_tensor(x).to(device)
@@ -126,6 +186,48 @@ def time_torch(shape: tuple) -> list[float]:
     return [milliseconds(gradient_step)]
 
 
+def time_torch_ppo(shape: tuple) -> list[float]:
+    """Measures the update of CleanRL's ppo_atari.py. Returns milliseconds of [a step]."""
+    import torch
+    from torch import nn
+
+    device = torch_device()
+    torso, (actor, critic) = torch_network(shape, ACTIONS, 1)
+    network = nn.ModuleList([torso, actor, critic]).to(device)
+    rows = ENVS * STEPS
+    data = [torch.as_tensor(x[:rows]).to(device) for x in experience(shape)]
+    observation, action, advantages = data[0].float(), data[1], data[2]
+    old_log_prob = torch.full((rows,), -float(np.log(ACTIONS)), device=device)
+    old_value = torch.zeros(rows, device=device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=2.5e-4, eps=1e-5)
+    scale, size = scale_of(shape), rows // MINIBATCHES
+
+    def gradient_step() -> None:
+        i = np.random.default_rng(1).permutation(rows)[:size]
+        features = torso(observation[i] / scale)
+        policy = torch.distributions.Categorical(logits=actor(features))
+        value = critic(features).flatten()
+        ratio = (policy.log_prob(action[i]) - old_log_prob[i]).exp()
+        advantage = advantages[i]
+        target = advantage + old_value[i]
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        policy_loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).mean()
+        clipped = old_value[i] + (value - old_value[i]).clamp(-0.2, 0.2)
+        value_loss = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2).mean()
+        loss = policy_loss + 0.5 * value_loss - 0.01 * policy.entropy().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return [milliseconds(gradient_step)]
+
+
+ALGORITHMS = {"dqn": (time_dqn, time_torch_dqn), "ppo": (time_ppo, time_torch_ppo)}
+
+
 def device_kind() -> str:
     """Returns the device that JAX computes on."""
     import jax
@@ -141,8 +243,10 @@ def in_new_process(function: Callable, shape: tuple, cores: set[int]) -> list[fl
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="dqn")
     parser.add_argument("--json", type=Path, help="also write all results to this file")
     args = parser.parse_args()
+    time_ours, time_torch = ALGORITHMS[args.algorithm]
     text, about = header(["jax", "flax", "numpy", "torch"])
     available = sorted(os.sched_getaffinity(0))
     places = {str(count): set(available[:count]) for count in (1, 2)}

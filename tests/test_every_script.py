@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import signal
 from contextlib import closing
 
 import environments
@@ -281,12 +282,14 @@ def test_the_right_actions_are_learned(name, optimised):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dqn", "ppo"])
 def test_the_first_command_of_the_help_learns(name):
-    """CartPole-v1 counts as solved at 475. All seeds in benchmarks/returns.md end above it."""
+    """CartPole-v1 counts as solved at a mean of 475 in training, where the run is stopped."""
     text = re.search(r"^    python (.*)", SCRIPTS[name][0].__doc__, re.MULTILINE)[1]
     file, *flags = shlex.split(text)
     as_users_do = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     process = start_python(".", ROOT / file, *flags, env=as_users_do)
-    out, err = process.communicate()
+    returns = (re.search(r" a second, return (\S+)", line) for line in process.stdout)
+    solved = any(found and float(found[1]) >= 475 for found in returns)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
 
-    assert process.returncode == 0, err
-    assert float(out.split()[-1]) >= 475
+    assert solved, err
