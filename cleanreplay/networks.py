@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -46,6 +47,36 @@ def are_images(x: Array | jax.ShapeDtypeStruct) -> bool:
         return False
     _, height, width, _ = jax.eval_shape(channels_last, x).shape
     return min(height, width) >= (36 if x.ndim == 3 else 5)
+
+
+PART = 16  # images whose layers fit into the cache of a CPU
+
+
+def are_many(x: Array) -> bool:
+    """Returns whether images [B, ...] should be computed in parts: only on a CPU."""
+    is_known = isinstance(x.shape[0], int)  # not so in jax.export
+    return is_known and x.shape[0] > 2 * PART and jax.default_backend() == "cpu"
+
+
+def in_parts(function: Callable, x: Array) -> Array:
+    """Computes function(x) [B, F] of images [B, ...] in equal parts of at most PART images.
+
+    The gradient computes each part again: to read all layers of all images from memory takes
+    longer. Each part has images from all over the batch, which may be split over devices.
+    """
+    batch_size = x.shape[0]
+    size = max(n for n in range(1, PART + 1) if batch_size % n == 0)
+    parts = x.reshape(size, batch_size // size, *x.shape[1:]).swapaxes(0, 1)
+    y = jax.lax.map(jax.checkpoint(function), parts)
+    return y.swapaxes(0, 1).reshape(batch_size, -1)
+
+
+def pure(layer: Callable) -> Callable:
+    """Makes a function that JAX can transform of a layer of the calling flax module."""
+    if not isinstance(layer, nn.Module):
+        return layer
+    module, variables = layer.unbind()
+    return partial(module.apply, variables)
 
 
 class Conv(nn.Module):
@@ -95,23 +126,30 @@ def cnn(
     scaling: their numbers are often flags or kinds of things. `init` initialises the weights. The
     names of layers begin with `prefix`. With `layer_norm` each is normalised over its features.
     """
-
-    def activate(x: Array, name: str) -> Array:
-        return nn.relu(nn.LayerNorm(name=f"{name}_norm")(x) if layer_norm else x)
-
-    is_pixels = x.dtype == jnp.uint8
-    x = channels_last(x).astype(jnp.float32)
-    layers = [(16, 3, 1)]  # features, kernel size, stride
-    width = 128
-    if min(x.shape[1:3]) >= 36:  # which the three convolutions need
-        x = x / 255 if is_pixels else x
-        layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
-        width = 512
-    for i, (features, size, stride) in enumerate(layers):
+    _, height, width, _ = jax.eval_shape(channels_last, x).shape
+    is_large = min(height, width) >= 36  # which the three convolutions need
+    scale = 255 if is_large and x.dtype == jnp.uint8 else 1
+    shapes = [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if is_large else [(16, 3, 1)]
+    layers: list[Callable] = []
+    for i, (features, size, stride) in enumerate(shapes):
         name = f"{prefix}conv_{i}"
-        x = activate(Conv(features, size, stride, kernel_init=init, name=name)(x), name)
+        layers.append(Conv(features, size, stride, kernel_init=init, name=name))
+        layers += [nn.LayerNorm(name=f"{name}_norm"), nn.relu] if layer_norm else [nn.relu]
+
+    def convolve(layers: list[Callable], x: Array) -> Array:
+        x = channels_last(x).astype(jnp.float32)
+        x = x / scale if scale > 1 else x
+        for layer in layers:
+            x = layer(x)
+        return as_vectors(x)
+
+    if is_large and are_many(x):
+        x = in_parts(partial(convolve, [pure(layer) for layer in layers]), x)
+    else:
+        x = convolve(layers, x)
     name = f"{prefix}conv_out"
-    return activate(nn.Dense(width, kernel_init=init, name=name)(as_vectors(x)), name)
+    x = nn.Dense(512 if is_large else 128, kernel_init=init, name=name)(x)
+    return nn.relu(nn.LayerNorm(name=f"{name}_norm")(x) if layer_norm else x)
 
 
 def as_vectors(x: Array) -> Array:

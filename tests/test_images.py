@@ -16,6 +16,7 @@ from helpers import SMALL_DQN, network_of, read_events
 from numpy.testing import assert_allclose, assert_array_equal
 
 import dqn_jax
+import pqn_jax
 from cleanreplay.environments import with_hint
 from cleanreplay.networks import are_images, channels_last
 
@@ -98,6 +99,29 @@ def test_first_weights_and_values_are_those_of_flax(shape, dtype, scale):
     values = jax.jit(wanted.apply)(params, numbers)
     assert np.abs(values).max() > 0.1
     assert_allclose(jax.jit(ours.apply)(params, x), values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("script", [dqn_jax, pqn_jax])
+@pytest.mark.parametrize("count", [37, 48])
+def test_many_images_have_the_values_and_gradients_of_few(script, count):
+    """Many are computed in parts of at most 16: here each alone, and 16 together."""
+    x = np.random.default_rng(0).integers(256, size=(count, 36, 36, 1), dtype=np.uint8)
+    network = network_of(script, x)
+    params = jax.jit(network.init)(KEY, x[:1])
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params, x):
+        values = network.apply(params, x)
+        return jnp.sum(values**2), values
+
+    (_, values), gradient = loss(params, x)
+    (_, first), gradient_of_first = loss(params, x[:30])
+    (_, rest), gradient_of_rest = loss(params, x[30:])
+
+    assert_allclose(values, np.concatenate([first, rest]), rtol=1e-4, atol=1e-5)
+    summed = jax.tree.map(jnp.add, gradient_of_first, gradient_of_rest)
+    jax.tree.map(partial(assert_allclose, rtol=1e-3, atol=1e-4), gradient, summed)
 
 
 @pytest.mark.parametrize(
