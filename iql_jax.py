@@ -5,11 +5,12 @@
 
 Learns from offline data: environments are stepped only in evaluations, and steps are gradient
 steps. `--beta 0` imitates the data (behaviour cloning). With `--offline-fraction 0.5` half of each
-batch is offline data, and the agent collects the other half: begin with an agent that has learned
-from the data, by `--init-from RUN`. Read `loss` first: it has a loss for each of three networks.
+batch is offline data, and the agent collects the other half. `--init-from RUN` begins with an agent
+that has learned from the data. Read `loss` first: it has a loss for each of three networks.
 
 Equation numbers are the paper's. Differs: the three networks take each gradient step together, from
-their previous parameters. Truncated episodes bootstrap. B: batch size. A: size of an action.
+their previous parameters. Observations are normalised. Truncated episodes bootstrap. B: batch size.
+A: size of an action.
 """
 
 # `uv run` and `pipx run` install what is listed here.
@@ -240,7 +241,7 @@ class IQL:
         self.updates_per_iteration *= args.gradient_steps
         self.rollout_shape = (self.steps_per_iteration // args.num_envs, args.num_envs)
         if is_alone:
-            self.steps_per_iteration = self.updates_per_iteration = 100
+            self.steps_per_iteration = self.updates_per_iteration = 100  # in one compiled call
             self.rollout_shape = (0, args.num_envs)
         self.example_step = example_of(observation_space, np.zeros(self.num_actions, np.float32))
         self.is_float = self.example_step.observation.dtype == np.float32
@@ -281,6 +282,8 @@ class IQL:
 
     def read_data(self, state: State) -> State:
         """Fills the replay from an .npz file. The package also reads other data, and checks it."""
+        if self.args.offline_fraction < 1:
+            need("offline_fraction below 1")
         low, high = self.action_space.low, self.action_space.high
         try:
             rows = buffers.read_trajectories(self.args.offline_data)
@@ -358,12 +361,12 @@ class IQL:
         q = self.q_values(networks.critics, batch.observation, batch.action)
         target_q = self.q_values(target_critics, batch.observation, batch.action).min(axis=0)
         advantage = target_q - value
-        below = jnp.where(advantage > 0, args.expectile, 1 - args.expectile)
+        asymmetry = jnp.where(advantage > 0, args.expectile, 1 - args.expectile)
         weight = jnp.exp(args.beta * jax.lax.stop_gradient(advantage)).clip(max=args.max_weight)
         mean, log_std = self.actor.apply(networks.actor, batch.observation, rngs={"dropout": key})
         log_prob = jax.scipy.stats.norm.logpdf(batch.action, mean, jnp.exp(log_std)).sum(axis=-1)
         losses = {
-            "losses/value_loss": below * advantage**2,
+            "losses/value_loss": asymmetry * advantage**2,
             "losses/qf_loss": jnp.mean((q - target) ** 2, axis=0),
             "losses/actor_loss": -weight * log_prob,
             "losses/qf_values": q.mean(axis=0),
@@ -371,10 +374,11 @@ class IQL:
             "losses/weight": weight,
         }
         means = buffers.masked_mean(jnp.stack([*losses.values()]), batch.valid)
-        return means[0] + 2 * means[1] + means[2], dict(zip(losses, means, strict=True))
+        loss = means[0] + 2 * means[1] + means[2]  # the mean over two critics becomes their sum
+        return loss, dict(zip(losses, means, strict=True))
 
     def gradient_step(self, state: State, key, update) -> tuple[State, dict]:
-        """Learns from a sampled batch; `update` is the number of this gradient step."""
+        """Learns from a sampled batch. `update` counts as if learning had begun at step 0."""
         args, scales = self.args, state.scales
         sample_key, loss_key = jax.random.split(key)
         sample = self.replay.sample(state.replay, sample_key, args.batch_size)
@@ -588,7 +592,7 @@ class Log(AbstractContextManager):
     def begin(self, envs, init) -> State:
         """Begins the run in these environments. Returns the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
-        names += ["save_experience", "her_fraction", "init_from", "sweep"]
+        names += ["save_experience", "her_fraction", "best_fraction", "init_from", "sweep"]
         read_data = getattr(self.agent, "read_data", None)  # from a file, without the package
         names += [] if read_data else ["offline_data"]
         for flags in (self.run, self.args):

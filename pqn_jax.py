@@ -6,7 +6,7 @@
 Read `train_loop` first: N environments take S steps in `collect_rollout`, then the agent learns
 from them. For environments in JAX, cleanreplay/compiled.py compiles both into one program.
 
-Q-learning without a replay buffer and a target network: layers are normalised, and targets are
+Q-learning without a replay buffer or a target network: layers are normalised, and targets are
 lambda-returns of the rollout. Differs: truncated episodes bootstrap. B: batch size.
 """
 
@@ -144,7 +144,7 @@ def lambda_returns(rollout: Step, value, next_value, gamma: float, q_lambda: flo
     bootstrap = jnp.where(rollout.terminated, 0.0, next_value)
     delta = rollout.reward + gamma * bootstrap - value
     done = rollout.terminated | rollout.truncated
-    discount = gamma * q_lambda * (rollout.valid & ~done)
+    discount = gamma * q_lambda * ~done
     rest = buffers.discounted_sum(delta, discount, jnp.zeros_like(delta[0]), reverse=True)
     return value + rest
 
@@ -244,12 +244,12 @@ class PQN:
         args = self.args
         reward = jnp.sign(rollout.reward) if args.clip_rewards else rollout.reward
         rollout = rollout._replace(reward=args.reward_scale * reward)
+        # One time step at a time: on a CPU the layers of all at once would not fit into the cache.
+        value = jax.lax.map(partial(self.max_q, state.params), rollout.observation)
         # s' is the s of the next step, also at the end of an episode.
-        next_observation = jnp.asarray(next_observation, rollout.observation.dtype)
-        observations = jnp.concatenate([rollout.observation, next_observation[None]])
-        # One time step at a time: the layers of all at once would not fit into the cache.
-        values = jax.lax.map(partial(self.max_q, state.params), observations)
-        target = lambda_returns(rollout, values[:-1], values[1:], args.gamma, args.q_lambda)
+        last = jnp.asarray(next_observation, rollout.observation.dtype)
+        next_value = jnp.concatenate([value[1:], self.max_q(state.params, last)[None]])
+        target = lambda_returns(rollout, value, next_value, args.gamma, args.q_lambda)
         batch = Batch(rollout.observation, rollout.action, rollout.valid, target)
         batch = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), batch)
         learning_rate = jnp.float32(args.learning_rate)
@@ -433,7 +433,7 @@ class Log(AbstractContextManager):
     def begin(self, envs, init) -> State:
         """Begins the run in these environments. Returns the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
-        names += ["save_experience", "her_fraction", "init_from", "sweep"]
+        names += ["save_experience", "her_fraction", "best_fraction", "init_from", "sweep"]
         read_data = getattr(self.agent, "read_data", None)  # from a file, without the package
         names += [] if read_data else ["offline_data"]
         for flags in (self.run, self.args):

@@ -590,7 +590,7 @@ class Log(AbstractContextManager):
     def begin(self, envs, init) -> State:
         """Begins the run in these environments. Returns the State of `init()`."""
         names = ["resume", "num_seeds", "num_devices", "distributed", "capture_video", "track"]
-        names += ["save_experience", "her_fraction", "init_from", "sweep"]
+        names += ["save_experience", "her_fraction", "best_fraction", "init_from", "sweep"]
         read_data = getattr(self.agent, "read_data", None)  # from a file, without the package
         names += [] if read_data else ["offline_data"]
         for flags in (self.run, self.args):

@@ -2,11 +2,11 @@
 
     pip install -e ".[bench]" && python benchmarks/image_step.py [--algorithm ppo]
 
-A step of DQN samples 32 of 2,000 transitions, one of PPO takes a minibatch of 256 time steps, each
-with Adam. Both run in turn, each time in a new process, on a GPU if JAX finds one, else on one core
-and on two. Our script takes its steps once in a loop inside one compiled call, and once each in a
-call of its own. Prints median, minimum and maximum over the rounds, and the ratio of PyTorch's time
-to ours in each round.
+A step of DQN samples 32 of 2,000 transitions. A step of PPO takes a minibatch of 256 time steps.
+Both libraries run in turn, each time in a new process, on a GPU if JAX finds one, else on one core
+and on two. Our script takes several steps in one compiled call, and then each step in its own call.
+Prints median, minimum and maximum over the rounds, and the ratio of PyTorch's time to ours in each
+round.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -117,18 +118,20 @@ def time_ppo(shape: tuple) -> list[float]:
     return [time_epoch(MINIBATCHES), time_epoch(1)]
 
 
+def is_large(shape: tuple) -> bool:
+    """Returns whether networks.py takes the three convolutions for such images."""
+    return min(shape[1:]) >= 36
+
+
 def torch_network(shape: tuple, *outputs: int) -> tuple[Any, list]:
     """Makes PyTorch's convolutions with a dense layer, and a linear layer for each output."""
     import torch
     from torch import nn
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    channels, height, width = shape
-    is_large = min(height, width) >= 36  # as in networks.py
-    layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if is_large else [(16, 3, 1)]
-    hidden = 512 if is_large else 128
+    layers = [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if is_large(shape) else [(16, 3, 1)]
+    hidden = 512 if is_large(shape) else 128
     modules: list = []
-    inputs = channels
+    inputs = shape[0]
     for features, size, stride in layers:
         modules += [nn.Conv2d(inputs, features, size, stride), nn.ReLU()]
         inputs = features
@@ -138,15 +141,12 @@ def torch_network(shape: tuple, *outputs: int) -> tuple[Any, list]:
     return torso, [nn.Linear(hidden, n) for n in outputs]
 
 
-def torch_device() -> str:
+def prepare_torch(shape: tuple) -> tuple[str, int]:
+    """Lets PyTorch use all cores. Returns its device, and the number that divides pixels."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def scale_of(shape: tuple) -> int:
-    """Returns by what pixels are divided: pictures by 255, features of a grid not at all."""
-    return 255 if min(shape[1:]) >= 36 else 1
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return "cuda" if torch.cuda.is_available() else "cpu", 255 if is_large(shape) else 1
 
 
 def time_torch_dqn(shape: tuple) -> list[float]:
@@ -154,9 +154,8 @@ def time_torch_dqn(shape: tuple) -> list[float]:
     import torch
     from torch import nn
 
-    device = torch_device()
+    device, scale = prepare_torch(shape)
     observation, action, reward = experience(shape)
-    scale = scale_of(shape)
 
     def make_network() -> Any:
         torso, heads = torch_network(shape, ACTIONS)
@@ -187,11 +186,11 @@ def time_torch_dqn(shape: tuple) -> list[float]:
 
 
 def time_torch_ppo(shape: tuple) -> list[float]:
-    """Measures the update of CleanRL's ppo_atari.py. Returns milliseconds of [a step]."""
+    """Measures the gradient step of CleanRL's ppo_atari.py. Returns milliseconds of [a step]."""
     import torch
     from torch import nn
 
-    device = torch_device()
+    device, scale = prepare_torch(shape)
     torso, (actor, critic) = torch_network(shape, ACTIONS, 1)
     network = nn.ModuleList([torso, actor, critic]).to(device)
     rows = ENVS * STEPS
@@ -200,10 +199,11 @@ def time_torch_ppo(shape: tuple) -> list[float]:
     old_log_prob = torch.full((rows,), -float(np.log(ACTIONS)), device=device)
     old_value = torch.zeros(rows, device=device)
     optimizer = torch.optim.Adam(network.parameters(), lr=2.5e-4, eps=1e-5)
-    scale, size = scale_of(shape), rows // MINIBATCHES
+    order = np.random.default_rng(1).permutation(rows).reshape(MINIBATCHES, -1)
+    minibatches = cycle(order)
 
     def gradient_step() -> None:
-        i = np.random.default_rng(1).permutation(rows)[:size]
+        i = next(minibatches)
         features = torso(observation[i] / scale)
         policy = torch.distributions.Categorical(logits=actor(features))
         value = critic(features).flatten()

@@ -49,11 +49,14 @@ def are_images(x: Array | jax.ShapeDtypeStruct) -> bool:
     return min(height, width) >= (36 if x.ndim == 3 else 5)
 
 
-PART = 16  # images whose layers fit into the cache of a CPU
+# Features, kernel size and stride of the convolutions of large and small images.
+LARGE = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+SMALL = [(16, 3, 1)]
+PART = 16  # large images whose layers fit into the cache of a CPU
 
 
-def are_many(x: Array) -> bool:
-    """Returns whether images [B, ...] should be computed in parts: only on a CPU."""
+def needs_parts(x: Array) -> bool:
+    """Returns whether large images [B, ...] are computed in parts: if they are many, on a CPU."""
     is_known = isinstance(x.shape[0], int)  # not so in jax.export
     return is_known and x.shape[0] > 2 * PART and jax.default_backend() == "cpu"
 
@@ -61,8 +64,9 @@ def are_many(x: Array) -> bool:
 def in_parts(function: Callable, x: Array) -> Array:
     """Computes function(x) [B, F] of images [B, ...] in equal parts of at most PART images.
 
-    The gradient computes each part again: to read all layers of all images from memory takes
-    longer. Each part has images from all over the batch, which may be split over devices.
+    The gradient computes the layers of each part again, which takes less time than to read those of
+    all images from memory. Each part has images from all over the batch, which may be split over
+    devices.
     """
     batch_size = x.shape[0]
     size = max(n for n in range(1, PART + 1) if batch_size % n == 0)
@@ -72,7 +76,10 @@ def in_parts(function: Callable, x: Array) -> Array:
 
 
 def pure(layer: Callable) -> Callable:
-    """Makes a function that JAX can transform of a layer of the calling flax module."""
+    """Turns a layer of the calling flax module into a function that JAX can transform.
+
+    The layer must have its parameters. Returns other functions as they are.
+    """
     if not isinstance(layer, nn.Module):
         return layer
     module, variables = layer.unbind()
@@ -129,27 +136,30 @@ def cnn(
     _, height, width, _ = jax.eval_shape(channels_last, x).shape
     is_large = min(height, width) >= 36  # which the three convolutions need
     scale = 255 if is_large and x.dtype == jnp.uint8 else 1
-    shapes = [(32, 8, 4), (64, 4, 2), (64, 3, 1)] if is_large else [(16, 3, 1)]
-    layers: list[Callable] = []
-    for i, (features, size, stride) in enumerate(shapes):
-        name = f"{prefix}conv_{i}"
-        layers.append(Conv(features, size, stride, kernel_init=init, name=name))
-        layers += [nn.LayerNorm(name=f"{name}_norm"), nn.relu] if layer_norm else [nn.relu]
+
+    def activation(name: str) -> list[Callable]:
+        return [nn.LayerNorm(name=f"{name}_norm"), nn.relu] if layer_norm else [nn.relu]
 
     def convolve(layers: list[Callable], x: Array) -> Array:
-        x = channels_last(x).astype(jnp.float32)
-        x = x / scale if scale > 1 else x
+        x = channels_last(x).astype(jnp.float32) / scale
         for layer in layers:
             x = layer(x)
         return as_vectors(x)
 
-    if is_large and are_many(x):
+    layers: list[Any] = []
+    for i, (features, size, stride) in enumerate(LARGE if is_large else SMALL):
+        name = f"{prefix}conv_{i}"
+        conv = Conv(features, size, stride, kernel_init=init, name=name)
+        layers += [conv, *activation(name)]
+    if is_large and needs_parts(x) and not layers[0].is_initializing():
         x = in_parts(partial(convolve, [pure(layer) for layer in layers]), x)
     else:
         x = convolve(layers, x)
     name = f"{prefix}conv_out"
     x = nn.Dense(512 if is_large else 128, kernel_init=init, name=name)(x)
-    return nn.relu(nn.LayerNorm(name=f"{name}_norm")(x) if layer_norm else x)
+    for layer in activation(name):
+        x = layer(x)
+    return x
 
 
 def as_vectors(x: Array) -> Array:

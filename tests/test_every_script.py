@@ -281,8 +281,8 @@ def test_the_right_actions_are_learned(name, optimised):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dqn", "ppo"])
-def test_the_first_command_of_the_help_learns(name):
-    """CartPole-v1 counts as solved at a mean of 475 in training, where the run is stopped."""
+def test_the_first_command_of_the_help_reaches_475(name):
+    """A mean return of 475 in training counts as solved. The run is stopped there."""
     text = re.search(r"^    python (.*)", SCRIPTS[name][0].__doc__, re.MULTILINE)[1]
     file, *flags = shlex.split(text)
     as_users_do = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
@@ -292,4 +292,5 @@ def test_the_first_command_of_the_help_learns(name):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
 
-    assert solved, err
+    assert process.returncode in (0, 130, 143), err
+    assert solved
