@@ -170,15 +170,15 @@ def test_without_the_package_the_same_is_learned(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(offline_data="nothing.npz"), r"offline_data: .*nothing\.npz"),
-        (dict(offline_data="nothing.npz", best_fraction=0.1), "best_fraction: this needs"),
-        (dict(offline_fraction=0.5, learning_starts=100), "offline_fraction below 1: this"),
+        ({}, r"offline_data: .*nothing\.npz"),
+        (dict(best_fraction=0.1), "best_fraction: this needs"),
+        (dict(offline_fraction=0.5, learning_starts=99), "offline_fraction below 1: this needs"),
     ],
 )
 def test_what_is_refused_without_the_package(flags, words, monkeypatch):
     monkeypatch.setattr(iql_jax, "cleanreplay", None)
     with pytest.raises(iql_jax.UsageError, match=words):
-        iql_jax.train(Args(**ALONE | flags), RUN)
+        iql_jax.train(Args(offline_data="nothing.npz", **ALONE | flags), RUN)
 
 
 def test_a_run_begins_online_with_what_data_have_taught():
