@@ -279,18 +279,32 @@ def test_the_right_actions_are_learned(name, optimised):
     assert returns > 0.7
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dqn", "ppo"])
-def test_the_first_command_of_the_help_reaches_475(name):
-    """A mean return of 475 in training counts as solved. The run is stopped there."""
+def start_first_command(name):
+    """Starts the first command in the help of a script, compiled as for a user."""
     text = re.search(r"^    python (.*)", SCRIPTS[name][0].__doc__, re.MULTILINE)[1]
     file, *flags = shlex.split(text)
     as_users_do = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    process = start_python(".", ROOT / file, *flags, env=as_users_do)
+    return start_python(".", ROOT / file, *flags, env=as_users_do)
+
+
+@pytest.mark.slow
+def test_the_first_command_of_ppo_learns():
+    """CartPole-v1 counts as solved at 475. All seeds in benchmarks/returns.md end above it."""
+    process = start_first_command("ppo")
+    out, err = process.communicate()
+
+    assert process.returncode == 0, err
+    assert float(out.split()[-1]) >= 475
+
+
+@pytest.mark.slow
+def test_the_first_command_of_dqn_reaches_475():
+    """All seeds in docs/dqn.md do so in training, but some end in a dip. The run is stopped."""
+    process = start_first_command("dqn")
     returns = (re.search(r" a second, return (\S+)", line) for line in process.stdout)
     solved = any(found and float(found[1]) >= 475 for found in returns)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
 
-    assert process.returncode in (0, 130, 143), err
-    assert solved
+    assert solved, err
+    assert process.returncode == 130, err
